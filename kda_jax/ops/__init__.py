@@ -1,0 +1,3 @@
+"""Recurrences and the functions around them: arrays in, arrays out."""
+
+from kda_jax.ops.segments import Segments, segments
