@@ -1,0 +1,39 @@
+"""Errors that the command line turns into one sentence."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(Exception):
+    """Something the user can put right. The command line prints the message, without a traceback, and exits with `exit_code`."""
+
+    exit_code = 2
+
+
+class TrainingStopped(UserError):
+    """The run cannot go on: not a mistake in the input, so it has an exit code of its own."""
+
+    exit_code = 3
+
+
+def nearest(name: str, known: Iterable[str], n: int = 3) -> str:
+    """The sentence part that names what `name` may have been meant to be; empty if nothing comes close.
+
+    Compares whole dotted names and their last components, with dashes and underscores alike.
+    """
+
+    def plain(text: str) -> str:
+        return text.replace("-", "_")
+
+    known = list(known)
+    by_spelling: dict[str, list[str]] = {}
+    for candidate in known:
+        by_spelling.setdefault(plain(candidate), []).append(candidate)
+        by_spelling.setdefault(plain(candidate).rpartition(".")[2], []).append(candidate)
+    found = dict.fromkeys(
+        candidate
+        for wanted in (plain(name), plain(name).rpartition(".")[2])
+        for spelling in difflib.get_close_matches(wanted, by_spelling, n=n, cutoff=0.6)
+        for candidate in by_spelling[spelling]
+    )
+    return f"; nearest: {', '.join(list(found)[:n])}" if found else ""

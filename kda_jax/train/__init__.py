@@ -1,0 +1,1 @@
+"""Training: text to rows, the optimizer, one jitted step, the loop around it."""
