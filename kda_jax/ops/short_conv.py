@@ -1,0 +1,115 @@
+"""Depthwise causal convolution over a few tokens, with the history it carries between calls."""
+
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kda_jax.ops.segments import Segments, segments
+
+
+class ConvOutput(NamedTuple):
+    y: Float[Array, "B T D"]
+    final_state: Float[Array, "B W1 D"]
+    """The last W - 1 inputs (before the activation), oldest first: the `initial_state` of the next call."""
+
+
+def short_conv(
+    x: Float[Array, "B T D"],
+    weight: Float[Array, "D W"],
+    bias: Float[Array, "D"] | None = None,
+    *,
+    initial_state: Float[Array, "B W1 D"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    activation: Literal["silu"] | None = "silu",
+) -> ConvOutput:
+    """y_t = activation(bias + sum_j weight[:, j] * x_{t-(W-1)+j}), each channel on its own.
+
+    The last tap is the current token. The window skips padding, so that a padded row equals the unpadded one, and starts
+    empty (zeros) at every new sequence of a packed row.
+
+    Args:
+        x: [B, T, D].
+        weight: [D, W].
+        bias: [D].
+        initial_state: [B, W-1, D], the inputs just before x, oldest first; zeros if None. It belongs to each row's first sequence.
+        segment_ids: [B, T]; see `ops.segments`.
+        activation: "silu" or None.
+
+    Returns:
+        y [B, T, D] in x's dtype, zero at padding; final_state [B, W-1, D] in the dtype of `initial_state` (x's if None), with
+        zeros for tokens before the start of the row's last sequence.
+
+    Raises:
+        ValueError: a shape that does not fit, or an unknown activation.
+
+    Numerics: the sum and the activation are float32, rounded once. Outputs of any split of a sequence equal the whole bit for bit.
+
+    Example:
+        >>> y, history = short_conv(jnp.ones((1, 3, 2)), jnp.ones((2, 4)), activation=None)
+        >>> y[0, :, 0].tolist(), history.shape
+        ([1.0, 2.0, 3.0], (1, 3, 2))
+    """
+    B, T, D = x.shape
+    W = weight.shape[1]
+    if weight.shape[0] != D:
+        raise ValueError(f"weight has shape {weight.shape}; expected ({D}, W) for x of shape {x.shape}")
+    if activation not in ("silu", None):
+        raise ValueError(f"activation is {activation!r}; expected 'silu' or None")
+    if initial_state is None:
+        initial_state = jnp.zeros((B, W - 1, D), x.dtype)
+    elif initial_state.shape != (B, W - 1, D):
+        raise ValueError(f"initial_state has shape {initial_state.shape}; expected {(B, W - 1, D)}")
+
+    if segment_ids is None:
+        history = jnp.concatenate([initial_state, x.astype(initial_state.dtype)], axis=1)
+        window = jnp.concatenate([initial_state.astype(x.dtype), x], axis=1)
+        return ConvOutput(_convolve(window, weight, bias, activation, start=None), history[:, T:])
+
+    seg = segments(segment_ids)
+    dense = jnp.all(~seg.valid | (seg.index == jnp.arange(T)))  # no padding before a token: nothing to move
+    packed = jax.lax.cond(dense, lambda: _drop_padding(x, seg), lambda: _compact(x, seg))
+    start = _compact(seg.start[..., None], seg)[..., 0]
+    window = jnp.concatenate([initial_state.astype(x.dtype), packed], axis=1)
+    y = _convolve(window, weight, bias, activation, start)
+    y = jax.lax.cond(dense, lambda: y, lambda: jnp.take_along_axis(y, seg.index[..., None], axis=1))
+    return ConvOutput(jnp.where(seg.valid[..., None], y, 0), _final_state(initial_state, packed, seg))
+
+
+def _convolve(window: Array, weight: Array, bias: Array | None, activation: str | None, start: Array | None) -> Array:
+    """Sum of the W shifted windows. `start` [B, T]: index of the first token of each token's sequence, negative for the row's first."""
+    W = weight.shape[1]
+    T = window.shape[1] - (W - 1)
+    wide = jnp.promote_types(window.dtype, jnp.float32)
+    y = jnp.zeros((), wide) if bias is None else bias.astype(wide)
+    for tap in range(W):
+        term = window[:, tap : tap + T].astype(wide) * weight[:, tap].astype(wide)
+        if start is not None:
+            source = jnp.arange(T) - (W - 1 - tap)
+            term = jnp.where(((start < 0) | (source >= start))[..., None], term, 0)
+        y = y + term
+    if activation == "silu":
+        y = jax.nn.silu(y)
+    return y.astype(window.dtype)
+
+
+def _drop_padding(x: Array, seg: Segments) -> Array:
+    return jnp.where(seg.valid[..., None], x, 0)
+
+
+def _compact(x: Array, seg: Segments) -> Array:
+    """Move the valid tokens of each row to its front, in order; zeros behind them."""
+    B, T = seg.valid.shape
+    slot = jnp.where(seg.valid, seg.index, T)  # T is out of range: dropped
+    return jnp.zeros_like(x).at[jnp.arange(B)[:, None], slot].set(x, mode="drop")
+
+
+def _final_state(initial_state: Array, packed: Array, seg: Segments) -> Array:
+    """The last W - 1 inputs of each row's last sequence."""
+    count = jnp.sum(seg.valid, axis=1, dtype=jnp.int32)[:, None]
+    source = count - initial_state.shape[1] + jnp.arange(initial_state.shape[1])  # [B, W-1], negative: from initial_state
+    history = jnp.concatenate([initial_state, packed.astype(initial_state.dtype)], axis=1)
+    state = jnp.take_along_axis(history, (source + initial_state.shape[1])[..., None], axis=1)
+    start = jnp.max(seg.start, axis=1, keepdims=True)
+    return jnp.where(((start < 0) | (source >= start))[..., None], state, 0)
