@@ -1,3 +1,11 @@
 """Recurrences and the functions around them: arrays in, arrays out."""
 
+from kda_jax.ops.linear_attention import linear_attention, linear_attention_step  # isort: skip  (the order of the ladder)
+from kda_jax.ops.gated_linear_attention import gated_linear_attention, gated_linear_attention_step  # isort: skip
+from kda_jax.ops.delta_rule import delta_rule, delta_rule_step  # isort: skip
+from kda_jax.ops.gated_delta_rule import gated_delta_rule, gated_delta_rule_step  # isort: skip
+from kda_jax.ops.kda import kda, kda_from_logits, kda_step  # isort: skip
+from kda_jax.ops.dispatch import Explanation, explain
+from kda_jax.ops.gates import gdn_gate, kda_gate
 from kda_jax.ops.segments import Segments, segments
+from kda_jax.ops.spec import REGISTRY, OpSpec, RecurrenceOutput

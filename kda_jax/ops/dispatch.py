@@ -1,0 +1,180 @@
+"""From a public call to an implementation: checks, padding and sequence boundaries, choice, and its explanation."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from kda_jax.ops.chunkwise import chunkwise
+from kda_jax.ops.segments import segments
+from kda_jax.ops.spec import REGISTRY, Inputs, OpSpec, RecurrenceOutput
+
+IMPLEMENTATIONS = ("scan", "xla", "pallas_tpu", "pallas_gpu")
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """Which implementation a call takes, and why the others were not taken."""
+
+    op: str
+    chosen: str
+    reasons: dict[str, str]
+    """For each implementation, why it was or was not chosen."""
+
+    def __str__(self) -> str:
+        lines = (f"  {'->' if name == self.chosen else '  '} {name:<11}{reason}" for name, reason in self.reasons.items())
+        return "\n".join((f"{self.op}: {self.chosen}", *lines))
+
+
+def run(
+    spec: OpSpec, inputs: Inputs, *, scale: float | None, initial_state, segment_ids, chunk_size: int, implementation: str | None
+) -> RecurrenceOutput:
+    """Check the arguments, rewrite padding and boundaries as plain inputs, and call the implementation."""
+    _validate(spec, inputs, initial_state, segment_ids, chunk_size, implementation)
+    K = inputs.q.shape[-1]
+    dtype = jnp.promote_types(jnp.float32, jnp.result_type(*(x for x in inputs if x is not None)))
+    state = _zero_state(inputs, dtype) if initial_state is None else initial_state.astype(dtype)
+    if segment_ids is not None:
+        inputs = _with_boundaries(inputs, segment_ids)
+    run_chosen = _RUNNERS[choose(spec, inputs, implementation).chosen]
+    o, state = run_chosen(spec, inputs, scale=K**-0.5 if scale is None else scale, initial_state=state, chunk_size=chunk_size)
+    return RecurrenceOutput(o.astype(inputs.v.dtype), state)
+
+
+def choose(spec: OpSpec, inputs: Inputs, implementation: str | None) -> Explanation:
+    """The implementation a call takes. A name means exactly that one.
+
+    Raises:
+        NotImplementedError: the named implementation does not apply, with the reason.
+    """
+    T = inputs.q.shape[1]
+    refused = {
+        "pallas_tpu": "no TPU kernel is wired to this op yet",
+        "pallas_gpu": "no GPU kernel is written yet",
+    }
+    if implementation is not None:
+        if implementation in refused:
+            raise NotImplementedError(f"{spec.name}: implementation {implementation!r} does not apply: {refused[implementation]}")
+        return Explanation(
+            spec.name,
+            implementation,
+            {
+                name: refused.get(name, "named by the caller" if name == implementation else "not named by the caller")
+                for name in IMPLEMENTATIONS
+            },
+        )
+    chosen = "scan" if T == 1 else "xla"
+    reasons = {
+        "scan": "one token: the step itself" if T == 1 else f"one token at a time over T = {T} is slower than chunks",
+        "xla": "one token needs no chunk" if T == 1 else "chunkwise on any device, exact for every gate",
+    }
+    return Explanation(spec.name, chosen, reasons | refused)
+
+
+def explain(op: str | Callable, *arguments, implementation: str | None = None) -> Explanation:
+    """Print and return which implementation a call would take and why the others were not chosen.
+
+    Args:
+        op: a recurrence or its name, e.g. `ops.kda` or "kda".
+        arguments: its arrays, or anything with their shape and dtype.
+        implementation: as in the call.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from kda_jax import ops
+        >>> x = jax.ShapeDtypeStruct((1, 128, 4, 32), jnp.float32)
+        >>> beta = jax.ShapeDtypeStruct((1, 128, 4), jnp.float32)
+        >>> ops.explain("kda", x, x, x, x, beta).chosen
+        kda: xla
+        ...
+    """
+    name = op if isinstance(op, str) else op.__name__
+    if name not in REGISTRY:
+        raise ValueError(f"op: no recurrence is named {name!r}; there are {', '.join(REGISTRY)}")
+    spec = REGISTRY[name]
+    if len(arguments) != len(spec.arguments):
+        raise ValueError(f"{name} takes {len(spec.arguments)} arrays ({', '.join(spec.arguments)}), got {len(arguments)}")
+    inputs = Inputs(**(dict.fromkeys(Inputs._fields) | dict(zip(spec.arguments, arguments, strict=True))))
+    _validate(spec, inputs, None, None, 64, implementation)
+    explanation = choose(spec, inputs, implementation)
+    print(explanation)
+    return explanation
+
+
+def run_scan(spec: OpSpec, inputs: Inputs, *, scale: float, initial_state: jax.Array, chunk_size: int = 0) -> tuple[jax.Array, jax.Array]:
+    """`jax.lax.scan` of the op's step over time: the definition of the op."""
+    del chunk_size
+    dtype = initial_state.dtype
+
+    def body(state, token):
+        return spec.call(spec.step, Inputs(*token), state, scale=scale)
+
+    tokens = jax.tree.map(lambda x: jnp.moveaxis(x.astype(dtype), 1, 0), tuple(inputs))
+    state, o = jax.lax.scan(body, initial_state, tokens)
+    return jnp.moveaxis(o, 0, 1), state
+
+
+def run_xla(spec: OpSpec, inputs: Inputs, *, scale: float, initial_state: jax.Array, chunk_size: int) -> tuple[jax.Array, jax.Array]:
+    """The chunkwise form in plain jnp."""
+    return chunkwise(*inputs, scale=scale, initial_state=initial_state, chunk_size=chunk_size)
+
+
+_RUNNERS = {"scan": run_scan, "xla": run_xla}
+
+
+def _with_boundaries(inputs: Inputs, segment_ids) -> Inputs:
+    """Padding becomes a token that does nothing; the first token of a new sequence gets a decay of -inf, which forgets all before it."""
+    where = segments(segment_ids)
+    q, k, v, g, beta = inputs
+
+    def real(x):
+        return jnp.where(where.valid.reshape(*where.valid.shape, *(1,) * (x.ndim - 2)), x, 0)
+
+    g = jnp.zeros(v.shape[:3], jnp.float32) if g is None else real(g)
+    reset = where.reset.reshape(*where.reset.shape, *(1,) * (g.ndim - 2))
+    return Inputs(real(q), real(k), real(v), jnp.where(reset, -jnp.inf, g), None if beta is None else real(beta))
+
+
+def _zero_state(inputs: Inputs, dtype):
+    """Zeros, formed from the inputs so that on a mesh they are sharded like the state that follows."""
+    B, _, H, K = inputs.k.shape
+    HV, V = inputs.v.shape[2:]
+    if inputs.k.shape[1] == 0:
+        return jnp.zeros((B, HV, K, V), dtype)
+    k = jnp.repeat(inputs.k[:, 0], HV // H, axis=1)
+    return jnp.zeros_like(k[..., None] * inputs.v[:, 0, :, None, :], dtype)
+
+
+def _validate(spec, inputs, initial_state, segment_ids, chunk_size, implementation):
+    """One sentence for every way the arguments can be wrong."""
+    q, k, v, g, beta = inputs
+
+    def need(ok, name, x, expected):
+        if not ok:
+            raise ValueError(f"{spec.name}: {name} has shape {tuple(jnp.shape(x))}, expected {expected}")
+
+    need(len(q.shape) == 4, "q", q, "[B, T, H, K]")
+    B, T, H, K = q.shape
+    need(k.shape == q.shape, "k", k, f"the shape of q, {q.shape}")
+    need(len(v.shape) == 4 and v.shape[:2] == (B, T), "v", v, f"[B, T, HV, V] with B, T = {B}, {T}")
+    HV = v.shape[2]
+    need(HV % H == 0, "v", v, f"a number of value heads (axis 2) that is a multiple of q's {H} heads")
+    shapes = {"head": (B, T, HV), "channel": (B, T, HV, K)}
+    if g is not None:
+        allowed = [shapes[d] for d in spec.decays]
+        need(tuple(g.shape) in allowed, "g", g, " or ".join(map(str, allowed)))
+        if isinstance(g, jax.Array) and not isinstance(g, jax.core.Tracer) and bool(jnp.any(g > 0)):
+            raise ValueError(f"{spec.name}: g is a log decay and must be <= 0, but its largest value is {float(jnp.max(g)):g}")
+    if beta is not None:
+        need(tuple(beta.shape) == (B, T, HV), "beta", beta, f"{(B, T, HV)}")
+    if initial_state is not None:
+        need(initial_state.shape == (B, HV, K, v.shape[-1]), "initial_state", initial_state, f"{(B, HV, K, v.shape[-1])}")
+    if segment_ids is not None:
+        need(tuple(segment_ids.shape) == (B, T), "segment_ids", segment_ids, f"{(B, T)}")
+        if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
+            raise ValueError(f"{spec.name}: segment_ids has dtype {segment_ids.dtype}, expected integers")
+    if chunk_size < 1 or chunk_size & (chunk_size - 1):
+        raise ValueError(f"{spec.name}: chunk_size is {chunk_size}, expected a power of two")
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"{spec.name}: implementation is {implementation!r}, expected None or one of {', '.join(IMPLEMENTATIONS)}")

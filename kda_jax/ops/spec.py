@@ -1,0 +1,81 @@
+"""One description per recurrence; tests, benchmarks and tables are generated from it."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+Decay = Literal["none", "head", "channel"]
+
+
+class RecurrenceOutput(NamedTuple):
+    """What every recurrence returns, always both."""
+
+    o: Array
+    """[B, T, HV, V], dtype of v."""
+    final_state: Array
+    """[B, HV, K, V], float32 (float64 for float64 inputs)."""
+
+
+class Inputs(NamedTuple):
+    """Arguments of a recurrence after validation; g and beta are None where the op has none."""
+
+    q: Array
+    k: Array
+    v: Array
+    g: Array | None
+    beta: Array | None
+
+
+@dataclasses.dataclass(frozen=True)
+class OpSpec:
+    """A member of the family S_t = (I - beta k k^T [delta]) Diag(alpha_t) S_{t-1} + beta k v^T."""
+
+    name: str
+    equation: str
+    """The recurrence in one line, with its source."""
+    decays: tuple[Decay, ...]
+    """Kinds of decay the op accepts."""
+    delta: bool
+    step: Callable[..., tuple[Array, Array]]
+    """(state, q, k, v, [g], [beta], *, scale) -> (state, o): the definition."""
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Names of the array arguments, in order."""
+        return ("q", "k", "v") + (() if self.decays == ("none",) else ("g",)) + (("beta",) if self.delta else ())
+
+    def call(self, function: Callable, inputs: Inputs, *args, **keywords):
+        """function(*the arrays this op takes, ...)."""
+        return function(*args, *(getattr(inputs, name) for name in self.arguments), **keywords)
+
+    def make_inputs(self, key: Array, *, B=2, T=100, H=2, HV=4, K=16, V=8, decay: Decay | None = None, dtype=jnp.float32) -> Inputs:
+        """Ordinary random inputs: unit q and k, normal v, gates of about -1 nat, beta in (0, 1)."""
+        keys = jax.random.split(key, 5)
+        decay = self.decays[-1] if decay is None else decay
+        normal = lambda i, *shape: jax.random.normal(keys[i], shape, jnp.float32)
+        unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+        g = {"none": None, "head": -jnp.exp(normal(3, B, T, HV)), "channel": -jnp.exp(normal(3, B, T, HV, K))}[decay]
+        beta = jax.nn.sigmoid(normal(4, B, T, HV)) if self.delta else None
+        q, k, v = unit(normal(0, B, T, H, K)).astype(dtype), unit(normal(1, B, T, H, K)).astype(dtype), normal(2, B, T, HV, V).astype(dtype)
+        return Inputs(q, k, v, g, beta)
+
+
+REGISTRY: dict[str, OpSpec] = {}
+"""Every recurrence by name, in the order of the ladder."""
+
+
+def register(spec: OpSpec) -> OpSpec:
+    """Add `spec` to the registry; a name may be taken once."""
+    if spec.name in REGISTRY:
+        raise ValueError(f"a recurrence named {spec.name!r} exists already")
+    REGISTRY[spec.name] = spec
+    return spec
+
+
+def share_heads(x: Float[Array, "B H K"], value_heads: int) -> Float[Array, "B HV K"]:
+    """Repeat q or k heads for grouped value heads: head j serves value heads j r .. j r + r - 1."""
+    return jnp.repeat(x, value_heads // x.shape[1], axis=1)
