@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from kda_jax.layers.caches import AttentionCache, LatentCache
+
 
 class StackCache(NamedTuple):
     """One cache per block of a `Stack`; those of the periods have a leading axis of the number of repeats."""
@@ -38,6 +40,15 @@ class HybridCache(NamedTuple):
     @property
     def batch(self) -> int:
         return self.length.shape[0]
+
+    @property
+    def capacity(self) -> int | None:
+        """Tokens that a row can hold; None if no layer keeps tokens."""
+        for axis, part in ((1, self.prologue), (2, self.periods), (1, self.epilogue)):
+            for entry in part:
+                if isinstance(entry, AttentionCache | LatentCache):
+                    return entry[0].shape[axis]
+        return None
 
     def take(self, rows: Any) -> "HybridCache":
         """The cache of some rows, in that order.

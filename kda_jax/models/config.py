@@ -119,8 +119,6 @@ class LinearAttentionConfig:
     full_attn_layers: tuple[int, ...] = (4, 8, 12, 16, 20, 24, 27)
 
     def __post_init__(self):
-        object.__setattr__(self, "kda_layers", tuple(self.kda_layers))
-        object.__setattr__(self, "full_attn_layers", tuple(self.full_attn_layers))
         _positive(self, "head_dim", "num_heads", "short_conv_kernel_size")
 
 
