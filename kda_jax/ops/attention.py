@@ -1,6 +1,7 @@
 """Causal softmax attention in blocks: memory linear in the sequence, masks by token index."""
 
 import functools
+import typing
 from typing import NamedTuple
 
 import jax
@@ -28,6 +29,7 @@ class _Static(NamedTuple):
     precision: jax.lax.Precision
 
 
+@typing.no_type_check  # its own checks raise ValueError with the name and shape of the argument
 def attention(
     q: Float[Array, "B T H K"],
     k: Float[Array, "B S HK K"],

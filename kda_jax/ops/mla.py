@@ -1,11 +1,14 @@
 """Multi-head latent attention in absorbed form: every head attends to the latent itself."""
 
+import typing
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kda_jax.ops.attention import attention
 
 
+@typing.no_type_check  # its own checks raise ValueError with the name and shape of the argument
 def mla(
     q_latent: Float[Array, "B T H R"],
     q_rope: Float[Array, "B T H P"],

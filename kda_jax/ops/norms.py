@@ -1,5 +1,6 @@
 """Normalisations: all sums in float32 (float64 for float64 inputs), one rounding where the released models round."""
 
+import typing
 from typing import Literal
 
 import jax
@@ -25,6 +26,7 @@ def rms_norm(x: Float[Array, "*batch D"], weight: Float[Array, "D"], eps: float 
     return _rms_normalize(x, eps).astype(x.dtype) * weight.astype(x.dtype)
 
 
+@typing.no_type_check  # its own checks raise ValueError with the name and shape of the argument
 def gated_rms_norm(
     x: Float[Array, "*batch D"],
     gate: Float[Array, "*batch D"],

@@ -1,5 +1,6 @@
 """Which experts a token goes to, with what weights, and the bias that keeps their loads even."""
 
+import typing
 from typing import Literal, NamedTuple
 
 import jax
@@ -14,6 +15,7 @@ class Routing(NamedTuple):
     """Combine weights, float32."""
 
 
+@typing.no_type_check  # its own checks raise ValueError with the name and shape of the argument
 def route(
     logits: Float[Array, "N E"],
     bias: Float[Array, "E"] | None = None,

@@ -1,5 +1,6 @@
 """Depthwise causal convolution over a few tokens, with the history it carries between calls."""
 
+import typing
 from typing import Literal, NamedTuple
 
 import jax
@@ -15,6 +16,7 @@ class ConvOutput(NamedTuple):
     """The last W - 1 inputs (before the activation), oldest first: the `initial_state` of the next call."""
 
 
+@typing.no_type_check  # its own checks raise ValueError with the name and shape of the argument
 def short_conv(
     x: Float[Array, "B T D"],
     weight: Float[Array, "D W"],

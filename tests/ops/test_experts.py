@@ -1,0 +1,139 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kda_jax.ops.experts import experts, grouped_mlp, swiglu
+from kda_jax.ops.routing import Routing, route
+
+IMPLEMENTATIONS = ["ragged", "blocks"]
+N, D, F, E, TOP_K = 70, 16, 11, 6, 2
+
+
+def weights_of(E, D, F, seed=0):
+    rng = np.random.default_rng(seed)
+    return tuple(jnp.asarray(rng.normal(size=shape) / 4, jnp.float32) for shape in [(E, D, F), (E, D, F), (E, F, D)])
+
+
+def loop_over_experts(x, routing, w1, w3, w2):
+    y = jnp.zeros_like(x)
+    for e in range(w1.shape[0]):
+        p = jnp.sum(jnp.where(routing.experts == e, routing.weights, 0), axis=-1, keepdims=True)
+        y = y + p * (swiglu(x @ w1[e], x @ w3[e]) @ w2[e])
+    return y
+
+
+@pytest.fixture(scope="module")
+def case():
+    rng = np.random.default_rng(1)
+    x, logits = (jnp.asarray(rng.normal(size=(N, n)), jnp.float32) for n in (D, E))
+    return x, route(logits, top_k=TOP_K, renormalize=True, scaling_factor=2.446)
+
+
+@pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, None])
+def test_equals_a_loop_over_experts_with_gradients(case, implementation):
+    x, routing = case
+
+    def loss(f, x, combine, *weights):
+        return jnp.sum(jnp.sin(f(x, Routing(routing.experts, combine), *weights)))
+
+    def ours(*args):
+        return experts(*args, implementation=implementation)
+
+    args = x, routing.weights, *weights_of(E, D, F)
+    got = jax.jit(jax.value_and_grad(lambda *a: loss(ours, *a), argnums=(0, 1, 2, 3, 4)))(*args)
+    expected = jax.value_and_grad(lambda *a: loss(loop_over_experts, *a), argnums=(0, 1, 2, 3, 4))(*args)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, expected)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("sizes", [[8, 0, 8, 0], [0, 0, 0, 16], [16, 0, 0, 0], [0, 33, 0, 0], [0, 0, 0, 0], [3, 4, 5, 0]])
+def test_R091_experts_without_tokens_get_exactly_zero_gradient(sizes, implementation):
+    """R090, R091: also rows that belong to no group, no rows at all, and widths that are no multiple of a tile."""
+    sizes = jnp.array(sizes, jnp.int32)
+    weights = weights_of(4, 8, 5)
+    rows = jax.random.normal(jax.random.key(0), (33, 8))
+
+    def loss(rows, weights):
+        return jnp.sum(jnp.cos(grouped_mlp(rows, sizes, weights, implementation=implementation)))
+
+    d_rows, d_weights = jax.grad(loss, argnums=(0, 1))(rows, weights)
+    group = np.repeat(np.arange(4), sizes)
+    for e in range(4):
+        mine = rows[: len(group)][group == e]
+        expected = jax.grad(lambda w: jnp.sum(jnp.cos(swiglu(mine @ w[0], mine @ w[1]) @ w[2])))([w[e] for w in weights])  # noqa: B023
+        for got, want in zip(d_weights, expected, strict=True):
+            assert len(mine) or not np.any(got[e])
+            np.testing.assert_allclose(got[e], want, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(d_rows[len(group) :], 0)
+    np.testing.assert_array_equal(grouped_mlp(rows, sizes, weights, implementation=implementation)[len(group) :], 0)
+
+
+def test_R090_a_local_share_of_the_experts_gives_its_slice():
+    """A device that owns experts 4..7 of 8, given only their rows in a buffer of the full size."""
+    weights = weights_of(8, D, F)
+    sizes = jnp.array([5, 0, 9, 1, 0, 12, 40, 0], jnp.int32)
+    rows = jax.random.normal(jax.random.key(0), (int(sizes.sum()), D))
+    full = grouped_mlp(rows, sizes, weights)
+    mine = jnp.zeros_like(rows).at[:52].set(rows[15:])
+    np.testing.assert_allclose(grouped_mlp(mine, sizes[4:], tuple(w[4:] for w in weights))[:52], full[15:], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_rows_do_not_influence_each_other(case, implementation):
+    """Another token's content and choice of experts move rows about; every other output stays the same to the bit."""
+    x, routing = case
+    f = jax.jit(lambda x, r: experts(x, r, *weights_of(E, D, F), implementation=implementation))
+    before = np.asarray(f(x, routing))
+    moved = Routing(routing.experts.at[3].set((routing.experts[3] + 1) % E), routing.weights)
+    after = np.asarray(f(x.at[3].set(1e3), moved))
+    others = np.arange(N) != 3
+    np.testing.assert_array_equal(after[others], before[others])
+    assert np.all(after[3] != before[3])
+
+
+def test_R088_expert_number_e_uses_weights_e():
+    E, D = 6, 4
+    w = jnp.arange(1.0, E + 1)[:, None, None] * jnp.eye(D)
+    routing = Routing(jnp.arange(E, dtype=jnp.int32)[:, None], jnp.ones((E, 1)))
+    eye, ones = jnp.broadcast_to(jnp.eye(D), (E, D, D)), jnp.ones((E, D))
+    y = experts(ones, routing, eye, jnp.zeros((E, D, D)), w, activation=lambda gate, up: gate)
+    np.testing.assert_array_equal(y, np.arange(1, E + 1)[:, None] * np.ones((E, D)))
+
+
+def test_R097_896_experts_forward_and_backward():
+    E, D, F, top_k = 896, 32, 8, 16
+    logits = jax.random.normal(jax.random.key(0), (4, E))
+    x = jax.random.normal(jax.random.key(1), (4, D))
+    routing = route(logits, top_k=top_k, renormalize=True, scaling_factor=1.0)
+    weights = weights_of(E, D, F)
+    y, pullback = jax.vjp(lambda w: experts(x, routing, *w), weights)
+    direct = 0
+    for j in range(top_k):
+        w1, w3, w2 = (w[routing.experts[:, j]] for w in weights)
+        h = swiglu(jnp.einsum("nd,ndf->nf", x, w1), jnp.einsum("nd,ndf->nf", x, w3))
+        direct += routing.weights[:, j, None] * jnp.einsum("nf,nfd->nd", h, w2)
+    np.testing.assert_allclose(y, direct, rtol=1e-4, atol=1e-5)
+    (d_weights,) = pullback(jnp.ones_like(y))
+    used = np.isin(np.arange(E), routing.experts)
+    for dw in d_weights:
+        assert np.all(np.isfinite(dw))
+        np.testing.assert_array_equal(np.any(dw, axis=(1, 2)), used)
+
+
+def test_bfloat16_rounds_each_product_and_sums_experts_in_float32():
+    x = jax.random.normal(jax.random.key(0), (5, D)).astype(jnp.bfloat16)
+    routing = route(jax.random.normal(jax.random.key(1), (5, E)), top_k=3, renormalize=True, scaling_factor=1.0)
+    weights = tuple(w.astype(jnp.bfloat16) for w in weights_of(E, D, F))
+    y = experts(x, routing, *weights)
+    one_by_one = [experts(x, Routing(routing.experts[:, j : j + 1], jnp.ones((5, 1))), *weights) for j in range(3)]
+    expected = sum(routing.weights[:, j, None] * one_by_one[j].astype(jnp.float32) for j in range(3))
+    assert y.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(y, expected.astype(jnp.bfloat16))
+
+
+def test_misfits_are_named(case):
+    x, routing = case
+    w1, w3, _ = weights_of(E, D, F)
+    with pytest.raises(ValueError, match=r"w2 \(6, 16, 11\)"):
+        experts(x, routing, w1, w3, w1)
