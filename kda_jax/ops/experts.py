@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kda_jax.ops.routing import Routing
+from kda_jax.ops.routing import Routing, expert_counts
 
 # Rows of one block of the "blocks" implementation: every expert's rows are padded to a multiple of it.
 BLOCK_ROWS = 32
@@ -57,9 +57,8 @@ def experts(
     if w1.shape[1] != D or w3.shape != w1.shape or w2.shape != (E, w1.shape[2], D):
         raise ValueError(f"w1 {w1.shape}, w3 {w3.shape}, w2 {w2.shape} do not fit x {x.shape}; expected (E, D, F) twice and (E, F, D)")
     chosen = routing.experts.reshape(-1)
-    chosen = jnp.where((chosen >= 0) & (chosen < E), chosen, E)
-    order = jnp.argsort(chosen, stable=True)
-    group_sizes = jnp.zeros(E, jnp.int32).at[chosen].add(1, mode="drop")
+    order = jnp.argsort(jnp.where((chosen >= 0) & (chosen < E), chosen, E), stable=True)
+    group_sizes = expert_counts(routing.experts, E)
     rows = grouped_mlp(x[order // routing.experts.shape[1]], group_sizes, (w1, w3, w2), activation, implementation)
     y = jnp.zeros_like(rows).at[order].set(rows, unique_indices=True).reshape(N, -1, D)
     wide = jnp.promote_types(x.dtype, jnp.float32)

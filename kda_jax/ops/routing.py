@@ -1,11 +1,11 @@
-"""Which experts a token goes to, with what weights, and the bias that keeps their loads even."""
+"""Which experts a token goes to, and with what weights."""
 
 import typing
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 
 class Routing(NamedTuple):
@@ -34,7 +34,7 @@ def route(
 
     Args:
         logits: [N, E]; compute them in float32.
-        bias: [E], added for the selection only. It gets no gradient: `balance_bias` moves it.
+        bias: [E], added for the selection only. It gets no gradient: a balancing rule moves it.
         top_k: experts per token.
         renormalize: make the selected scores of a token sum to 1 before scaling.
         scaling_factor: multiplies the weights, renormalised or not.
@@ -81,26 +81,7 @@ def _keep_groups(selection: Array, num_groups: int, top_groups: int) -> Array:
     return jnp.where(keep[:, :, None], grouped, -jnp.inf).reshape(N, E)
 
 
-def expert_counts(experts: Int[Array, "N k"], num_experts: int, valid: Bool[Array, "N"] | None = None) -> Int[Array, "E"]:
-    """Number of tokens each expert received; padding (`valid` False) is not counted."""
-    ones = jnp.ones(experts.shape, jnp.int32) if valid is None else jnp.broadcast_to(valid[:, None], experts.shape).astype(jnp.int32)
-    return jnp.zeros(num_experts, jnp.int32).at[experts].add(ones)
-
-
-def balance_bias(bias: Float[Array, "*L E"], counts: Int[Array, "*L E"], *, rate: float, centre: bool = True) -> Float[Array, "*L E"]:
-    """The router bias after a step: b + rate * sign(mean(counts) - counts), its mean kept at 0 if `centre`.
-
-    Loss-free balancing, arXiv 2408.15664, algorithm 1. Centring moves all biases alike, so it changes no selection; it keeps them
-    from drifting. Call it once per optimizer step, on the counts of all devices and accumulation steps together.
-
-    Args:
-        bias: [..., E] float32.
-        counts: [..., E] tokens per expert of this step.
-        rate: the update speed, 1e-3 in DeepSeek-V3.
-        centre: subtract the mean of the update.
-    """
-    counts = counts.astype(bias.dtype)
-    update = jnp.sign(jnp.mean(counts, axis=-1, keepdims=True) - counts)
-    if centre:
-        update = update - jnp.mean(update, axis=-1, keepdims=True)
-    return bias + rate * update
+def expert_counts(experts: Int[Array, "N k"], num_experts: int) -> Int[Array, "E"]:
+    """Number of tokens each expert received. Numbers outside 0 .. E-1, as padding has, are not counted."""
+    inside = jnp.where((experts >= 0) & (experts < num_experts), experts, num_experts)
+    return jnp.zeros(num_experts, jnp.int32).at[inside].add(1, mode="drop")

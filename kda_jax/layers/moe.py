@@ -1,0 +1,129 @@
+"""Mixture of experts: a router, routed experts, shared experts."""
+
+from typing import Literal, NamedTuple
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from kda_jax.layers.initializers import normal
+from kda_jax.layers.mlp import SwiGLU
+from kda_jax.ops.experts import experts
+from kda_jax.ops.routing import Routing, expert_counts, route
+
+
+class MoEOutput(NamedTuple):
+    y: Float[Array, "B T D"]
+    counts: Int[Array, "E"]
+    """Tokens that each expert received, padding not counted."""
+
+
+class RouterBias(nnx.Variable):
+    """The router's correction bias: moved by the balancing rule, not by gradients, hence no `nnx.Param`."""
+
+
+class Router(nnx.Module):
+    """Scores of the experts, float32 throughout; see `ops.route` for the rule and its arguments."""
+
+    def __init__(
+        self,
+        *,
+        hidden_size: int,
+        num_experts: int,
+        num_experts_per_token: int,
+        renormalize: bool,
+        routed_scaling_factor: float,
+        activation: Literal["sigmoid", "softmax"],
+        num_groups: int,
+        top_groups: int,
+        initializer_range: float,
+        rngs: nnx.Rngs,
+    ):
+        self.kernel = normal((hidden_size, num_experts), ("embed", None), initializer_range=initializer_range, rngs=rngs)
+        self.e_score_correction_bias = RouterBias(jnp.zeros(num_experts), axes=(None,))
+        self.num_experts_per_token = num_experts_per_token
+        self.renormalize, self.routed_scaling_factor, self.activation = renormalize, routed_scaling_factor, activation
+        self.num_groups, self.top_groups = num_groups, top_groups
+
+    def __call__(self, x: Float[Array, "N D"]) -> Routing:
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        logits = jnp.dot(x.astype(wide), self.kernel[...].astype(wide), precision="highest")
+        return route(
+            logits,
+            self.e_score_correction_bias[...],
+            top_k=self.num_experts_per_token,
+            renormalize=self.renormalize,
+            scaling_factor=self.routed_scaling_factor,
+            activation=self.activation,
+            num_groups=self.num_groups,
+            top_groups=self.top_groups,
+        )
+
+
+class Experts(nnx.Module):
+    """E SwiGLU experts in stacked weights: w1 (gate) and w3 (up) [E, D, F], w2 (down) [E, F, D]; see `ops.experts`."""
+
+    def __init__(self, *, num_experts: int, hidden_size: int, intermediate_size: int, initializer_range: float, rngs: nnx.Rngs):
+        init = {"initializer_range": initializer_range, "rngs": rngs}
+        self.w1 = normal((num_experts, hidden_size, intermediate_size), ("experts", "embed", "mlp"), **init)
+        self.w3 = normal((num_experts, hidden_size, intermediate_size), ("experts", "embed", "mlp"), **init)
+        self.w2 = normal((num_experts, intermediate_size, hidden_size), ("experts", "mlp", "embed"), **init)
+
+    def __call__(self, x: Float[Array, "N D"], routing: Routing) -> Float[Array, "N D"]:
+        return experts(x, routing, self.w1[...], self.w3[...], self.w2[...])
+
+
+class MoE(nnx.Module):
+    """y = sum_j p_j E_j(x) + Shared(x) (DeepSeek-V3, arXiv 2412.19437, section 2.1.2, as Kimi Linear uses it). No token is dropped.
+
+    Args:
+        hidden_size: D.
+        intermediate_size: F of one expert.
+        num_experts: E.
+        num_experts_per_token: experts each token is sent to.
+        num_shared_experts: experts every token goes to, fused into one SwiGLU of that many times F; 0 for none.
+        renormalize, routed_scaling_factor, activation, num_groups, top_groups: of the router, as in `ops.route`.
+        initializer_range: standard deviation of router, experts and shared experts.
+    """
+
+    def __init__(
+        self,
+        *,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        num_experts_per_token: int,
+        num_shared_experts: int = 1,
+        renormalize: bool = True,
+        routed_scaling_factor: float = 1.0,
+        activation: Literal["sigmoid", "softmax"] = "sigmoid",
+        num_groups: int = 1,
+        top_groups: int = 1,
+        initializer_range: float = 0.02,
+        rngs: nnx.Rngs,
+    ):
+        sizes = {"hidden_size": hidden_size, "num_experts": num_experts, "initializer_range": initializer_range, "rngs": rngs}
+        self.gate = Router(
+            num_experts_per_token=num_experts_per_token,
+            renormalize=renormalize,
+            routed_scaling_factor=routed_scaling_factor,
+            activation=activation,
+            num_groups=num_groups,
+            top_groups=top_groups,
+            **sizes,
+        )
+        self.experts = Experts(intermediate_size=intermediate_size, **sizes)
+        width = num_shared_experts * intermediate_size
+        self.shared_experts = (
+            SwiGLU(hidden_size=hidden_size, intermediate_size=width, initializer_range=initializer_range, rngs=rngs) if width else None
+        )
+
+    def __call__(self, x: Float[Array, "B T D"], *, valid: Bool[Array, "B T"] | None = None) -> MoEOutput:
+        """Args: x [B, T, D]; valid [B, T], False at padding, which is sent to no expert and not counted."""
+        tokens = x.reshape(-1, x.shape[-1])
+        routing = self.gate(tokens)
+        if valid is not None:
+            routing = routing._replace(experts=jnp.where(valid.reshape(-1, 1), routing.experts, -1))
+        counts = expert_counts(routing.experts, self.gate.kernel.shape[-1])
+        y = self.experts(tokens, routing).reshape(x.shape)
+        return MoEOutput(y if self.shared_experts is None else y + self.shared_experts(x), counts)
