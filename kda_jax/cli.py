@@ -180,9 +180,7 @@ def eval(args: list[str]) -> None:
         batch_size=options.batch_size,
         token_bytes=tokenizer.token_bytes(),
     )
-    print(
-        f"{found.bits_per_byte:.4f} bits per byte over {found.bytes:,} bytes ({found.loss:.4f} nats per token, checkpoint of step {run.step})"
-    )
+    print(f"{found.bits_per_byte:.4f} bits per byte over {found.bytes:,} bytes ({found.loss:.4f} nats per token), step {run.step}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -258,12 +258,9 @@ def _config_files_beside(path: Path) -> str:
 
 
 def _nearest_keyword(error: TypeError) -> str:
-    """For `X.__init__() got an unexpected keyword argument 'y'`: the fields of X closest to y."""
+    """For `X.__init__() got an unexpected keyword argument 'y'`: the fields closest to y."""
     text = str(error)
-    classes = {
-        cls.__name__: cls for cls in (RunConfig, DataConfig, OptimConfig, TrainConfig, EvalConfig, CheckpointConfig, *MODEL_TYPES.values())
-    }
-    cls = classes.get(text.partition(".")[0])
-    if cls is None or "unexpected keyword argument" not in text:
+    if "unexpected keyword argument" not in text:
         return ""
-    return nearest(text.split("'")[1], [f.name for f in dataclasses.fields(cls)])
+    classes = (RunConfig, DataConfig, OptimConfig, TrainConfig, EvalConfig, CheckpointConfig, *MODEL_TYPES.values())
+    return nearest(text.split("'")[1], {f.name: None for cls in classes for f in dataclasses.fields(cls)})

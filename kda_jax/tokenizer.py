@@ -3,9 +3,9 @@
 import base64
 import importlib.metadata
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -16,6 +16,7 @@ GPT2_END_OF_TEXT = 50256
 DEFAULT_VOCABULARY = Path("data/gpt2")
 
 
+@runtime_checkable
 class Tokenizer(Protocol):
     """What data and generation ask of a tokenizer."""
 
@@ -27,7 +28,7 @@ class Tokenizer(Protocol):
         """int32 ids; a special token's spelling in `text` is ordinary text."""
         ...
 
-    def decode_bytes(self, ids: Sequence[int]) -> bytes:
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The bytes of `ids`; end-of-text has none."""
         ...
 
@@ -45,7 +46,7 @@ class ByteTokenizer:
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(_utf8(text), np.uint8).astype(np.int32)
 
-    def decode_bytes(self, ids: Sequence[int]) -> bytes:
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
         return bytes(i for i in map(int, ids) if i != self.end_of_text)
 
     def token_bytes(self) -> np.ndarray:
@@ -80,7 +81,7 @@ class GPT2Tokenizer:
     def encode(self, text: str) -> np.ndarray:
         return np.asarray(self._encoding.encode_ordinary(_utf8(text).decode()), np.int32)
 
-    def decode_bytes(self, ids: Sequence[int]) -> bytes:
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
         return self._encoding.decode_bytes([i for i in map(int, ids) if i != self.end_of_text])
 
     def token_bytes(self) -> np.ndarray:
