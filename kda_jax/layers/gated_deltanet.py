@@ -57,7 +57,7 @@ class GatedDeltaNet(nnx.Module):
         self.v_conv1d = ShortConv(values, short_conv_kernel_size, rngs=rngs)
         self.a_proj = linear(hidden_size, self.num_v_heads, ("embed", "heads"), **init)
         self.b_proj = linear(hidden_size, self.num_v_heads, ("embed", "heads"), **init)
-        self.A_log = nnx.Param(log_uniform(rngs.params(), (self.num_v_heads,), 0, 16), axes=("heads",))
+        self.A_log = nnx.Param(log_uniform(rngs.params(), (self.num_v_heads,), 0.0, 16.0), axes=("heads",))
         self.dt_bias = nnx.Param(inverse_softplus_of_time_step(rngs.params(), (self.num_v_heads,)), axes=("heads",))
         self.g_proj = linear(hidden_size, values, ("embed", "heads"), **init)
         self.o_norm = GatedRMSNorm(self.head_v_dim, activation="silu", eps=rms_norm_eps)

@@ -56,7 +56,7 @@ class KimiDeltaAttention(nnx.Module):
         self.v_conv1d = ShortConv(values, short_conv_kernel_size, rngs=rngs)
         self.f_a_proj = linear(hidden_size, head_dim, ("embed", None), **init)
         self.f_b_proj = linear(head_dim, keys, (None, "heads"), **init)
-        A_log = log_uniform(rngs.params(), (num_heads,), 1, 16) if lower_bound is None else jnp.zeros(num_heads)
+        A_log = log_uniform(rngs.params(), (num_heads,), 1.0, 16.0) if lower_bound is None else jnp.zeros(num_heads)
         self.A_log = nnx.Param(A_log, axes=("heads",))
         self.dt_bias = nnx.Param(inverse_softplus_of_time_step(rngs.params(), (keys,)), axes=("heads",))
         self.b_proj = linear(hidden_size, num_heads, ("embed", "heads"), **init)

@@ -52,7 +52,7 @@ class Mamba2(nnx.Module):
         init = {"initializer_range": initializer_range, "rngs": rngs}
         self.in_proj = linear(hidden_size, 2 * inner + 2 * shared + num_heads, ("embed", "heads"), **init)
         self.conv1d = ShortConv(inner + 2 * shared, short_conv_kernel_size, use_bias=True, rngs=rngs)
-        self.A_log = nnx.Param(log_uniform(rngs.params(), (num_heads,), 1, 16), axes=("heads",))
+        self.A_log = nnx.Param(log_uniform(rngs.params(), (num_heads,), 1.0, 16.0), axes=("heads",))
         self.dt_bias = nnx.Param(inverse_softplus_of_time_step(rngs.params(), (num_heads,)), axes=("heads",))
         self.D = nnx.Param(jnp.ones(num_heads), axes=("heads",))
         self.norm = RMSNorm(inner, eps=rms_norm_eps, axis="heads")
