@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kda_jax.ops.decay import channel_products, head_weights, levels
-from kda_jax.ops.triangular import unit_lower_inverse
+from kda_jax.ops.decay import channel_products, channel_products_transpose, head_weights, levels
+from kda_jax.ops.triangular import HIGHEST, unit_lower_inverse
 
 # Tokens x heads that one scan step prepares together: enough to fill a device, small enough to stay in cache or on chip.
 GROUP_TOKEN_HEADS = 4096
@@ -29,7 +29,8 @@ GROUP_TOKEN_HEADS = 4096
 class Terms(NamedTuple):
     """What a chunk does to any state: everything but v and S. Leading axes [n, B, HV]."""
 
-    A: Array | None
+    Akk: Array | None
+    """[..., C, C]: A without beta."""
     Aqk: Array
     q_in: Array
     k_in: Array
@@ -61,7 +62,7 @@ def chunkwise(
         float32 inputs at the highest.
     """
     B, T = q.shape[:2]
-    static = _Static(scale, chunk_size, jax.lax.Precision.HIGHEST if q.dtype.itemsize >= 4 else jax.lax.Precision.DEFAULT)
+    static = _Static(scale, chunk_size, HIGHEST if q.dtype.itemsize >= 4 else jax.lax.Precision.DEFAULT)
     chunks = -(-T // chunk_size)
     length = chunk_size * max(1, min(chunks, GROUP_TOKEN_HEADS // (B * v.shape[2] * chunk_size)))
     if g is not None and g.ndim == 3:
@@ -87,9 +88,8 @@ def _scan_groups(static, groups, state):
 
 def _forward(static, groups, state):
     def body(state, group):
-        terms, v, beta = _prepare(static, state.dtype, *group)
-        X = None if terms.A is None else unit_lower_inverse(terms.A)
-        end, (_, o, _) = jax.lax.scan(functools.partial(_chunk, static), state, (terms._replace(A=X), v, beta))
+        v, beta, terms, _ = _prepare(static, state.dtype, *group)
+        end, (_, o, _) = jax.lax.scan(functools.partial(_chunk, static), state, (terms, _inverse(terms, beta), v, beta))
         return end, (_join(o).astype(group[2].dtype), state)
 
     state, (o, starts) = jax.lax.scan(body, state, groups)
@@ -102,14 +102,16 @@ def _backward(static, residuals, cotangents):
 
     def body(dstate, xs):
         group, start, do = xs
-        (terms, v, beta), pull = jax.vjp(functools.partial(_prepare, static, start.dtype), *group)
-        X = None if terms.A is None else unit_lower_inverse(terms.A)
-        solved = terms._replace(A=X)
-        _, (states, _, y) = jax.lax.scan(functools.partial(_chunk, static), start, (solved, v, beta))
+        v, beta, terms, saved = _prepare(static, start.dtype, *group)
+        X = _inverse(terms, beta)
+        _, (states, _, y) = jax.lax.scan(functools.partial(_chunk, static), start, (terms, X, v, beta))
         do = _split(do.astype(start.dtype), static.chunk_size)
         step = functools.partial(_chunk_transpose, static)
-        dstate, (dends, dy, du) = jax.lax.scan(step, dstate, (solved, beta, do), reverse=True)
-        return dstate, pull(_local_cotangents(static, terms, v, beta, states, y, do, dends, dy, du))
+        dstate, (dends, dy, du) = jax.lax.scan(step, dstate, (terms, X, beta, do), reverse=True)
+        dterms, dv, dbeta = _terms_cotangents(static, terms, v, beta, states, y, do, dends, dy, du)
+        dq, dk, dg = _prepare_transpose(static, group[0].shape[2], terms, saved, dterms)
+        dgroup = jax.tree.map(lambda x, d: _join(d).astype(x.dtype), group, (dq, dk, dv, dg, dbeta))
+        return dstate, dgroup
 
     dstate, dgroups = jax.lax.scan(body, dstate, (groups, starts, do), reverse=True)
     return dgroups, dstate
@@ -119,68 +121,137 @@ _scan_groups.defvjp(_forward, _backward)
 
 
 def _prepare(static, dtype, q, k, v, g, beta):
-    """Everything in a group of chunks that does not need the state; q, k, v, g, beta are [B, n C, heads, .]."""
-    dot = functools.partial(_dot_t, static)
+    """Everything in a group of chunks that does not need the state; q, k, v, g, beta are [B, n C, heads, .].
+
+    Returns v and beta in chunks, the terms, and (q, k in chunks, levels of alpha) for the transpose.
+    """
+    dot_t = functools.partial(_dot_t, static)
     q, k, v, g, beta = jax.tree.map(lambda x: _split(x.astype(dtype), static.chunk_size), (q, k, v, g, beta))
     q = q * static.scale
-    groups = v.shape[2] // q.shape[2]  # value heads that share one q and k head
-    share = lambda x: jnp.repeat(x, groups, axis=2)
-    lower = jnp.tril(jnp.ones((static.chunk_size,) * 2, bool))
+    tree = None if g is None else levels(jnp.exp(g))
     if g is not None and g.shape[-1] > 1:
-        q, k = share(q), share(k)
-        tree = levels(jnp.exp(g))
-        rows = [q] if beta is None else [q, k]
-        Aqk, *A = channel_products(rows, k, tree, dot)
+        q, k = _share(q, v), _share(k, v)
+        Aqk, *Akk = channel_products([q] if beta is None else [q, k], k, tree, dot_t)
         Aqk = Aqk + jnp.sum(q * k, axis=-1)[..., None] * jnp.eye(static.chunk_size, dtype=dtype)
-        A = None if beta is None else beta * A[0]
+        Akk = Akk[0] if Akk else None
+        saved = q, k, tree
     else:
-        weights = lower.astype(dtype)
-        if g is not None:
-            tree = levels(jnp.exp(g))
-            weights = head_weights(tree)
-        Aqk = share(dot(q, k)) * weights
-        A = None if beta is None else beta * share(dot(k, k)) * jnp.where(jnp.eye(static.chunk_size, dtype=bool), 0, weights)
-        q, k = share(q), share(k)
+        weights = _lower(static, v) if g is None else head_weights(tree)
+        Aqk = _share(dot_t(q, k), v) * weights
+        Akk = None if beta is None else _share(dot_t(k, k), v) * jnp.tril(weights, -1)
+        saved = q, k, tree, weights
+        q, k = _share(q, v), _share(k, v)
     if g is None:
-        return Terms(A, Aqk, q, k, k, jnp.ones((*v.shape[:3], 1, 1), dtype)), v, beta
-    whole = tree[-1]
-    total = jnp.swapaxes(whole.prefix[..., -1:, :], -1, -2)
-    return Terms(A, Aqk, q * whole.prefix, k * whole.prefix, k * whole.suffix, total), v, beta
+        return v, beta, Terms(Akk, Aqk, q, k, k, jnp.ones((*v.shape[:3], 1, 1), dtype)), saved
+    prefix, suffix = tree[-1].prefix, tree[-1].suffix
+    return v, beta, Terms(Akk, Aqk, q * prefix, k * prefix, k * suffix, jnp.swapaxes(prefix[..., -1:, :], -1, -2)), saved
+
+
+def _prepare_transpose(static, heads, terms, saved, d):
+    """Cotangents of q, k and g in chunks, given those of the terms; `heads` is the number of q and k heads."""
+    transpose = _head_transpose if len(saved) == 4 else _channel_transpose
+    dq, dk, dg = transpose(static, heads, terms, *saved, d)
+    if dg is not None:
+        dg = dg + jnp.swapaxes(d.total * terms.total, -1, -2)
+    return static.scale * _unshare(dq, heads), _unshare(dk, heads), dg
+
+
+def _channel_transpose(static, heads, terms, q, k, tree, d):
+    """A weight alpha_{j+1} ... alpha_i adds the same amount to every g between j and i. So g_t gets what rows i >= t gain through
+    decay minus what columns j >= t do: a sum from the chunk's end of q dq + k dk (as row) - k dk (as column).
+    """
+    prefix, suffix = tree[-1].prefix, tree[-1].suffix
+    dq, dk_row, dk_column = d.q_in * prefix, d.k_in * prefix, d.k_out * suffix
+    to_end = jnp.sum(k * dk_column, axis=-2, keepdims=True)
+    rows, dproducts = ([q], [d.Aqk]) if d.Akk is None else ([q, k], [d.Aqk, d.Akk])
+    (dq_inside, *dk_inside), dk = channel_products_transpose(
+        dproducts, rows, k, tree, functools.partial(_dot, static), functools.partial(_t_dot, static)
+    )
+    dq, dk_row, dk_column = dq + dq_inside, dk_row + sum(dk_inside), dk_column + dk
+    gained = q * dq + k * (dk_row - dk_column)
+    diagonal = jnp.diagonal(d.Aqk, axis1=-2, axis2=-1)[..., None]  # no decay between a token and itself
+    return dq + diagonal * k, dk_row + dk_column + diagonal * q, _sum(_lower(static, gained).mT, gained) + to_end
+
+
+def _head_transpose(static, heads, terms, q, k, tree, weights, d):
+    """With one decay per head the weights multiply finished products, and g_t gets the sum of dA * A over i >= t > j."""
+    dot, t_dot = functools.partial(_dot, static), functools.partial(_t_dot, static)
+    prefix, suffix = (1, 1) if tree is None else (tree[-1].prefix, tree[-1].suffix)
+    dq, dk_row, dk_column = d.q_in * prefix, d.k_in * prefix, d.k_out * suffix
+    dg = None
+    if tree is not None:
+        total = lambda x: jnp.sum(x, axis=-1, keepdims=True)
+        moved = d.Aqk * terms.Aqk + (0 if d.Akk is None else d.Akk * terms.Akk)
+        lower = _lower(static, moved)
+        before = jnp.tril(lower, -1)
+        dg = total(jnp.triu(_sum(moved, before.mT).mT))
+        dg = dg + _sum(lower.mT, total(_share(q, dq) * dq + _share(k, dq) * dk_row)) + _sum(before, total(_share(k, dq) * dk_column))
+    dqk = _unshare(d.Aqk * weights, heads)
+    dq, dk = _unshare(dq, heads) + dot(dqk, k), _unshare(dk_row + dk_column, heads) + t_dot(dqk, q)
+    if d.Akk is not None:
+        dkk = _unshare(d.Akk * weights, heads)
+        dk = dk + dot(dkk, k) + t_dot(dkk, k)
+    return dq, dk, dg
+
+
+def _inverse(terms, beta):
+    return None if terms.Akk is None else unit_lower_inverse(beta * terms.Akk)
 
 
 def _chunk(static, S, xs):
-    """One chunk, with the inverse X in place of A. Returns S' and (S, o, y)."""
-    terms, v, beta = xs
+    """One chunk. Returns S' and (S, o, y)."""
+    terms, X, v, beta = xs
     dot = functools.partial(_dot, static)
-    y = v if terms.A is None else dot(terms.A, beta * (v - dot(terms.k_in, S)))
+    y = v if X is None else dot(X, beta * (v - dot(terms.k_in, S)))
     o = dot(terms.q_in, S) + dot(terms.Aqk, y)
     return terms.total * S + _t_dot(static, terms.k_out, y), (S, o, y)
 
 
 def _chunk_transpose(static, dS, xs):
-    """Reverse of `_chunk` for the values that later chunks wait for. Takes and returns dS; keeps (dS', dy, du = d(v - k_in S))."""
-    terms, beta, do = xs
-    dot, t_dot = functools.partial(_dot, static), functools.partial(_t_dot, static)
-    dy = t_dot(terms.Aqk, do) + dot(terms.k_out, dS)
+    """Reverse of `_chunk` for the values that earlier chunks wait for. Takes dS', returns dS; keeps (dS', dy, dr), r = (I + A) y."""
+    terms, X, beta, do = xs
+    t_dot = functools.partial(_t_dot, static)
+    dy = t_dot(terms.Aqk, do) + _dot(static, terms.k_out, dS)
     dstart = terms.total * dS + t_dot(terms.q_in, do)
-    if terms.A is None:
+    if X is None:
         return dstart, (dS, dy, dy)
-    du = t_dot(terms.A, dy)
-    return dstart - t_dot(terms.k_in, beta * du), (dS, dy, du)
+    dr = t_dot(X, dy)
+    return dstart - t_dot(terms.k_in, beta * dr), (dS, dy, dr)
 
 
-def _local_cotangents(static, terms, v, beta, S, y, do, dS, dy, dr):
+def _terms_cotangents(static, terms, v, beta, S, y, do, dS, dy, dr):
     """Cotangents of (terms, v, beta) for a whole group, given what the two passes over its chunks left behind."""
     dot_t = functools.partial(_dot_t, static)
     dtotal = jnp.sum(S * dS, axis=-1, keepdims=True)
     if terms.total.shape[-2] == 1:
         dtotal = jnp.sum(dtotal, axis=-2, keepdims=True)
-    dAqk = jnp.tril(dot_t(do, y))
-    if terms.A is None:
-        return Terms(None, dAqk, dot_t(do, S), jnp.zeros_like(terms.k_in), dot_t(y, dS), dtotal), dy, None
-    dbeta = jnp.sum(dr * (v - _dot(static, terms.k_in, S)), axis=-1, keepdims=True)
-    dA = -jnp.tril(dot_t(dr, y), -1)  # y = (I + A)^-1 r, so dA = -dr y^T: the inverse itself is never differentiated
-    return Terms(dA, dAqk, dot_t(do, S), -dot_t(beta * dr, S), dot_t(y, dS), dtotal), beta * dr, dbeta
+    dAqk, dq_in, dk_out = jnp.tril(dot_t(do, y)), dot_t(do, S), dot_t(y, dS)
+    if terms.Akk is None:
+        return Terms(None, dAqk, dq_in, jnp.zeros_like(terms.k_in), dk_out, dtotal), dy, None
+    dA = -jnp.tril(dot_t(dr, y), -1)  # from y = (I + A)^-1 r: the inverse itself is never differentiated
+    dv = beta * dr
+    dbeta = jnp.sum(dr * (v - _dot(static, terms.k_in, S)), axis=-1, keepdims=True) + jnp.sum(dA * terms.Akk, axis=-1, keepdims=True)
+    return Terms(beta * dA, dAqk, dq_in, -dot_t(dv, S), dk_out, dtotal), dv, dbeta
+
+
+def _share(x, like):
+    """Repeat q or k heads (axis 2) for the value heads of `like`."""
+    return jnp.repeat(x, like.shape[2] // x.shape[2], axis=2)
+
+
+def _unshare(x, heads):
+    """Transpose of `_share`: sum the value heads of each of `heads` q and k heads; a no-op if they agree."""
+    n, B, HV = x.shape[:3]
+    return x if HV == heads else jnp.sum(x.reshape(n, B, heads, -1, *x.shape[3:]), axis=3)
+
+
+def _lower(static, like):
+    return jnp.tril(jnp.ones((static.chunk_size,) * 2, like.dtype))
+
+
+def _sum(a, b):
+    """a b where one of the two holds ones and zeros: a sum, at full precision."""
+    return jnp.matmul(a, b, precision=HIGHEST)
 
 
 def _dot(static, a, b):

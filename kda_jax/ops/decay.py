@@ -39,25 +39,55 @@ def levels(alpha: Float[Array, "*batch C K"]) -> list[Level]:
     return tree
 
 
-def channel_products(rows: list[Array], columns: Float[Array, "*batch C K"], tree: list[Level], dot) -> list[Array]:
-    """For each r of `rows`: sum_c r_ic columns_jc (alpha_{j+1} ... alpha_i)_c where i > j, zero elsewhere.
+def channel_products(rows: list[Array], columns: Float[Array, "*batch C K"], tree: list[Level], dot_t) -> list[Array]:
+    """For each r of `rows`: P_ij = sum_c r_ic columns_jc (alpha_{j+1} ... alpha_i)_c where i > j, zero elsewhere.
 
     Args:
         rows: arrays [..., C, K].
         columns: [..., C, K].
         tree: `levels` of alpha.
-        dot: (a [..., m, K], b [..., n, K]) -> a b^T.
+        dot_t: (a [..., m, K], b [..., n, K]) -> a b^T.
     """
     C = columns.shape[-2]
     size = min(C, DENSE)
-    joined = sum(_small_level(rows, columns, level, size, dot) for level in tree if level.size < size)
-    if C == 1:
-        joined = jnp.zeros((*columns.shape[:-2], 1, len(rows), 1, 1), columns.dtype)
-    for level in tree:
-        if size <= level.size < C:
-            below = _crossing(rows, columns, level, level.size, dot)
+    joined = jnp.zeros((*columns.shape[:-2], C // size, len(rows), size, size), columns.dtype)
+    for level in tree[:-1]:
+        later, earlier = _factors(rows, columns, level, size)
+        product = dot_t(later, earlier)
+        if level.size < size:
+            joined = joined + _spread_pairs(product, level.size, len(rows))
+        else:
+            below = product.reshape(*product.shape[:-2], len(rows), level.size, level.size)
             joined = join_blocks(joined[..., 0::2, :, :, :], below, joined[..., 1::2, :, :, :])
     return [joined[..., 0, i, :, :] for i in range(len(rows))]
+
+
+def channel_products_transpose(
+    cotangents: list[Array], rows: list[Array], columns: Float[Array, "*batch C K"], tree: list[Level], dot, t_dot
+) -> tuple[list[Array], Array]:
+    """Cotangents of rows and columns of `channel_products`; only the strictly lower part of dP is read.
+
+    Args:
+        cotangents: dP for each of `rows`, [..., C, C].
+        dot, t_dot: a b and a^T b.
+    """
+    size = min(columns.shape[-2], DENSE)
+    drows, dcolumns = [jnp.zeros_like(r) for r in rows], jnp.zeros_like(columns)
+    for level in tree[:-1]:
+        s = level.size
+        later, earlier = _factors(rows, columns, level, size)
+        if s < size:
+            dproduct = jnp.concatenate([_gather_pairs(c, s, size) for c in cotangents], axis=-2)
+        else:
+            dproduct = jnp.concatenate([_below_diagonal(c, s) for c in cotangents], axis=-2)
+        dlater, dearlier = dot(dproduct, earlier), t_dot(dproduct, later)
+        prefix, suffix = _halves(level.prefix, s)[1], _halves(level.suffix, s)[0]
+        for i, d in enumerate(jnp.split(dlater, len(rows), axis=-2)):
+            d0, d1 = _halves(drows[i], s)
+            drows[i] = _merge(d0, d1 + d.reshape(d1.shape) * prefix)
+        d0, d1 = _halves(dcolumns, s)
+        dcolumns = _merge(d0 + dearlier.reshape(d0.shape) * suffix, d1)
+    return drows, dcolumns
 
 
 def head_weights(tree: list[Level]) -> Float[Array, "*batch C C"]:
@@ -69,29 +99,46 @@ def head_weights(tree: list[Level]) -> Float[Array, "*batch C C"]:
     return weights[..., 0, :, :]
 
 
-def _crossing(rows, columns, level, s, dot):
-    """Products of later-half rows with earlier-half columns in every block of 2s tokens: [..., C/2s, R, s, s]."""
-    prefix = _halves(level.prefix, s)[1]
-    later = jnp.concatenate([_halves(r, s)[1] * prefix for r in rows], axis=-2)
-    below = dot(later, _halves(columns, s)[0] * _halves(level.suffix, s)[0])
-    return below.reshape(*below.shape[:-2], len(rows), s, s)
+def _factors(rows, columns, level, size):
+    """Rows of the later halves and columns of the earlier halves, decayed: [..., n, R m, K] and [..., n, m, K].
 
-
-def _small_level(rows, columns, level, size, dot):
-    """One level inside blocks of `size` tokens, as one product per block: [..., C/size, R, size, size].
-
-    Later-half rows of all pairs against earlier-half columns of all pairs, then only those of the same pair are kept.
+    m = s for levels of at least `size` tokens; smaller ones gather the m = size / 2 such tokens of every block of `size`, and
+    what a product holds outside the pairs is dropped by `_spread_pairs` and `_gather_pairs`.
     """
-    s, half, pairs = level.size, size // 2, size // 2 // level.size
-    gather = lambda x, which: _halves(x, s)[which].reshape(*x.shape[:-2], -1, half, x.shape[-1])
-    prefix = gather(level.prefix, 1)
-    later = jnp.concatenate([gather(r, 1) * prefix for r in rows], axis=-2)
-    product = dot(later, gather(columns, 0) * gather(level.suffix, 0))
-    product = product.reshape(*product.shape[:-2], len(rows), pairs, s, pairs, s)
-    same = jnp.eye(pairs, dtype=bool)[:, None, :, None]
+    s = level.size
+    m = max(s, size // 2)
+    half = lambda x, which: _halves(x, s)[which].reshape(*x.shape[:-2], -1, m, x.shape[-1])
+    prefix = half(level.prefix, 1)
+    later = jnp.concatenate([half(r, 1) * prefix for r in rows], axis=-2)
+    return later, half(columns, 0) * half(level.suffix, 0)
+
+
+def _spread_pairs(product, s, count):
+    """[..., n, R size/2, size/2] -> [..., n, R, size, size]: products of later and earlier halves of s tokens put in place."""
+    half = product.shape[-1]
+    pairs = half // s
+    product = product.reshape(*product.shape[:-2], count, pairs, s, pairs, s)
+    product = jnp.where(jnp.eye(pairs, dtype=bool)[:, None, :, None], product, 0)
     lead = ((0, 0),) * (product.ndim - 4)
-    spread = jnp.pad(jnp.where(same, product, 0)[..., None, :, :, None, :], (*lead, (0, 0), (1, 0), (0, 0), (0, 0), (0, 1), (0, 0)))
-    return spread.reshape(*product.shape[:-4], size, size)
+    placed = jnp.pad(product[..., None, :, :, None, :], (*lead, (0, 0), (1, 0), (0, 0), (0, 0), (0, 1), (0, 0)))
+    return placed.reshape(*product.shape[:-4], 2 * half, 2 * half)
+
+
+def _gather_pairs(P, s, size):
+    """Transpose of `_spread_pairs` for one P [..., C, C]: [..., C/size, size/2, size/2]."""
+    n, pairs = P.shape[-1] // size, size // (2 * s)
+    blocks = P.reshape(*P.shape[:-2], n, size, n, size)
+    blocks = jnp.stack([blocks[..., i, :, i, :] for i in range(n)], axis=-3)
+    blocks = blocks.reshape(*blocks.shape[:-2], pairs, 2, s, pairs, 2, s)[..., :, 1, :, :, 0, :]
+    blocks = jnp.where(jnp.eye(pairs, dtype=bool)[:, None, :, None], blocks, 0)
+    return blocks.reshape(*blocks.shape[:-4], size // 2, size // 2)
+
+
+def _below_diagonal(P, s):
+    """Blocks (1, 0), (3, 2) .. of P [..., C, C] cut in blocks of s: [..., C/2s, s, s]."""
+    n = P.shape[-1] // s
+    blocks = P.reshape(*P.shape[:-2], n, s, n, s)
+    return jnp.stack([blocks[..., i + 1, :, i, :] for i in range(0, n, 2)], axis=-3)
 
 
 def _halves(x, s):

@@ -38,7 +38,7 @@ def gated_linear_attention_step(
 SPEC = register(
     OpSpec(
         name="gated_linear_attention",
-        equation="S_t = Diag(exp g_t) S_{t-1} + k v^T, o = S^T q  (GLA, arXiv 2312.06635, eq. 3; one decay per head: Mamba-2, arXiv 2405.21060)",
+        equation="S_t = Diag(exp g_t) S_{t-1} + k v^T, o = S^T q  (GLA, arXiv 2312.06635, eq. 3; per head: Mamba-2, arXiv 2405.21060)",
         decays=("head", "channel"),
         delta=False,
         step=gated_linear_attention_step,
