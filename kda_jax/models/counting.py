@@ -130,7 +130,7 @@ def _cache_bytes(model: LanguageModel, dtype) -> tuple[int, int, int, int]:
 
 
 def _abstract_cache(model: LanguageModel, dtype):
-    return jax.eval_shape(lambda: model.init_cache(1, 1, dtype))
+    return jax.eval_shape(lambda model: model.init_cache(1, 1, dtype), model)
 
 
 def _nbytes(tree) -> int:

@@ -1,6 +1,11 @@
 """From a configuration to a model."""
 
+import functools
+from collections.abc import Callable
+
+import jax
 from flax import nnx
+from jaxtyping import Array
 
 from kda_jax.models.config import GPT2Config, KimiLinearConfig, LinearLMConfig, ModelConfig
 from kda_jax.models.gpt2 import GPT2
@@ -14,14 +19,15 @@ _MODELS: dict[type, type[LanguageModel]] = {GPT2Config: GPT2, LinearLMConfig: Li
 def build(config: ModelConfig, rngs: nnx.Rngs) -> LanguageModel:
     """The model that `config` describes, with fresh float32 parameters.
 
-    For a model that does not fit one device, build it abstractly, `nnx.eval_shape(lambda: build(config, nnx.Rngs(0)))`, which
-    allocates nothing, or inside `jax.jit` with shardings.
+    A model that does not fit one device is built inside `jax.jit` with shardings of its own, or not at all:
+    `nnx.eval_shape(lambda: build(config, nnx.Rngs(0)))` allocates nothing.
 
     Args:
         config: one of the dataclasses of `models.config`; see `models.presets`.
         rngs: source of the initial weights.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> from flax import nnx
         >>> from kda_jax import models
         >>> model = models.build(models.presets.tiny_hybrid(), nnx.Rngs(0))
@@ -30,4 +36,14 @@ def build(config: ModelConfig, rngs: nnx.Rngs) -> LanguageModel:
     """
     if type(config) not in _MODELS:
         raise ValueError(f"config must be one of {', '.join(c.__name__ for c in _MODELS)}, got {type(config).__name__}")
-    return _MODELS[type(config)](config, rngs)
+    key = rngs.params()
+    if isinstance(key, jax.core.Tracer):
+        return _MODELS[type(config)](config, nnx.Rngs(key))
+    return _constructor(config, jax.default_backend())(key)
+
+
+@functools.cache
+def _constructor(config: ModelConfig, backend: str) -> Callable[[Array], LanguageModel]:
+    """key -> model, compiled as one program. On CPU without optimisation: dozens of draws, each run once, take longer to optimise than to run."""
+    options = {"xla_backend_optimization_level": 0} if backend == "cpu" else None
+    return jax.jit(lambda key: _MODELS[type(config)](config, nnx.Rngs(key)), compiler_options=options)

@@ -54,7 +54,7 @@ def read_inputs(
             segment_ids,
             jnp.where(seg.valid, position, 0),
             jnp.sum(seg.valid, axis=1, dtype=jnp.int32),
-            jnp.max(jnp.where(seg.valid, seg.start, -1), axis=1),
+            seg.start[:, -1],
         )
     _check_values(inputs, cache, vocab_size)
     return inputs

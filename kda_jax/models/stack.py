@@ -137,9 +137,12 @@ class Stack(nnx.Module):
 
     def init_cache(self, batch: int, max_len: int, dtype) -> StackCache:
         """An empty cache of every block, those of the periods stacked like their parameters."""
-        prologue, periods, epilogue = (tuple(block.init_cache(batch, max_len, dtype) for block in part) for part in self._parts())
-        repeat = lambda a: jnp.repeat(a[None], self.layout.repeats, axis=0)  # noqa: E731
-        return StackCache(prologue, jax.tree.map(repeat, periods), epilogue)
+
+        def init(block):
+            return block.init_cache(batch, max_len, dtype)
+
+        prologue, epilogue = (tuple(map(init, part)) for part in (self.prologue, self.epilogue))
+        return StackCache(prologue, tuple(map(jax.vmap(init), self.periods)), epilogue)
 
     def layer(self, index: int) -> nnx.Module:
         """The block of layer `index`, counted from 0, with its own parameters (a copy of them where they are stacked)."""
