@@ -1,0 +1,94 @@
+"""One pack of heads of one chunk: from loaded inputs to operands and scores, and the order in which packs are traced."""
+
+from collections.abc import Generator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.tpu import decay as D
+from pallas_kernels.tpu.plan import Plan, exp2, log2_decay, sums
+
+
+class HeadDecays(NamedTuple):
+    """Decays "head", base 2 logs and products, [C, heads] for a grid step or [C, 1] for one head, float32."""
+
+    log: jax.Array
+    prefix: jax.Array  # product of the decays up to and including this token
+    suffix: jax.Array  # product of the decays after this token
+
+
+class Cut(NamedTuple):
+    """Sequence starts inside the chunk, shared by all heads: decays [C, 1] of 0 or 1, and their matrix in lane form [C, N]."""
+
+    decays: HeadDecays
+    matrix: jax.Array
+
+
+class Prepared(NamedTuple):
+    """A pack's q and k where the scores need them undecayed (normalised), its operands, and the decay matrix [C, N] of kind "head"."""
+
+    q: list[jax.Array]
+    k: list[jax.Array]
+    operands: list[D.Operands]
+    matrix: jax.Array | None
+
+
+def head_decays(plan: Plan, constant, g: jax.Array) -> HeadDecays:
+    """g [C, heads] float32, natural log."""
+    g = log2_decay(g)
+    prefix, suffix = (exp2(sums(plan, constant[n][...], constant[n + "_t"][...], g)) for n in ("prefix", "suffix"))
+    return HeadDecays(g, prefix, suffix)
+
+
+def sequence_cut(plan: Plan, constant, reset: jax.Array) -> Cut:
+    """reset [C, 1]: 0, or -inf where a sequence starts."""
+    decays = head_decays(plan, constant, reset)
+    return Cut(decays, D.head_matrix(plan, (constant["prefix"][...], constant["prefix_t"][...]), [decays.log] * plan.pack))
+
+
+def l2_normalize(x: jax.Array) -> jax.Array:
+    return x * jax.lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + 1e-6)
+
+
+def prepare(plan: Plan, constant, cut: Cut | None, q: list[jax.Array], k: list[jax.Array], g) -> Prepared:
+    """q, k: lists of [C, K]; g: list of [C, K] natural log decays, of HeadDecays, or of None. Elementwise but for sums: differentiable."""
+    if plan.normalize:
+        q, k = ([l2_normalize(x.astype(jnp.float32)) for x in xs] for xs in (q, k))
+    if plan.decay in ("channel", "bounded"):
+        local = constant["local"][...], constant["local_t"][...]
+        q, k = ([x.astype(jnp.float32) for x in xs] for xs in (q, k))
+        operands = [D.channel_operands(plan, local, qi, ki, log2_decay(gi), cut) for qi, ki, gi in zip(q, k, g, strict=True)]
+        return Prepared(q, k, operands, None) if plan.decay == "channel" else Prepared([], [], operands, None)
+    if plan.decay == "none":
+        return Prepared(q, k, [D.scalar_operands(plan, qi, ki, None, None) for qi, ki in zip(q, k, strict=True)], None)
+    operands = [D.scalar_operands(plan, qi, ki, gi.prefix, gi.suffix) for qi, ki, gi in zip(q, k, g, strict=True)]
+    return Prepared(q, k, operands, D.head_matrix(plan, (constant["prefix"][...], constant["prefix_t"][...]), [gi.log for gi in g]))
+
+
+def scores(plan: Plan, ready: Prepared, cut: Cut | None, kk: bool) -> D.Scores:
+    if plan.decay in ("channel", "bounded"):
+        out = D.channel_scores(plan, ready.operands, ready.q, ready.k, kk)
+        return out if cut is None else D.Scores(out.qk * rows([cut.matrix] * plan.pack), out.kk * cut.matrix if kk else None)
+    return D.scalar_scores(plan, ready.q, ready.k, ready.matrix, kk)
+
+
+def interleave(tasks: list[Generator]) -> list:
+    """Runs the generators to their ends, one step of each in turn; returns their results.
+
+    The instruction scheduler moves instructions only a little, so the order in which a kernel is traced decides what overlaps: tracing the
+    packs in step puts one pack's matmul latency in the shadow of the others' work.
+    """
+    results, running = [None] * len(tasks), list(range(len(tasks)))
+    while running:
+        for i in list(running):
+            try:
+                next(tasks[i])
+            except StopIteration as end:
+                results[i] = end.value
+                running.remove(i)
+    return results
+
+
+def rows(parts: list[jax.Array]) -> jax.Array:
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, 0)

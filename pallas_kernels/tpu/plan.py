@@ -1,0 +1,149 @@
+"""Static facts of one kernel and the few value-level helpers every kernel body shares.
+
+Heads are processed in packs. A pack holds P heads with P * C = N rows, so that the C x C matrices of a chunk fill whole 128-lane registers:
+
+    block form  [N, N]   the P matrices of a pack on the diagonal of one matrix, zeros elsewhere: what a matmul takes
+    lane form   [C, N]   the same P matrices side by side: what elementwise code and memory take (no zeros stored)
+
+A product of P pairs of C x C matrices is one matmul `lane(X) @ block(Y) = lane(XY)`.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+LANES = 128
+STRIP = 16  # rows of a diagonal block whose decays share one anchor
+LOG2E = math.log2(math.e)
+TINY = 1.0e-30  # stands for beta = 0 where gradients are wanted, so that the prediction error y / beta exists
+ZERO_LOG2 = -1.0e4  # log2 of a decay that is exactly zero: 2**-1e4 is 0 in float32, and sums of it stay finite
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """One kernel and one grid step's work: `heads` value heads of `C` tokens, `pack` heads side by side, `group` value heads per query head."""
+
+    decay: str  # "none" | "head" | "channel" | "bounded" (per channel and never below -5 in natural log)
+    delta: bool
+    C: int
+    K: int
+    V: int
+    heads: int
+    pack: int
+    group: int
+    scale: float
+    normalize: bool  # L2-normalise q and k in the kernel
+    reset: bool  # "bounded" with sequence starts given apart, as decays "head" of 0 or -inf
+    exact: bool  # float32 operands (six MXU passes) instead of bfloat16
+
+    @property
+    def N(self) -> int:
+        return self.pack * self.C
+
+    @property
+    def operand(self):
+        return jnp.float32 if self.exact else jnp.bfloat16
+
+
+def dot(plan: Plan, x: jax.Array, y: jax.Array, contract: tuple[int, int] = (1, 0)) -> jax.Array:
+    """x . y over the named axes with float32 accumulation; operands are cast to the plan's operand type here and nowhere else."""
+    precision = lax.Precision.HIGHEST if plan.exact else lax.Precision.DEFAULT
+    dims = (((contract[0],), (contract[1],)), ((), ()))
+    return lax.dot_general(x.astype(plan.operand), y.astype(plan.operand), dims, precision=precision, preferred_element_type=jnp.float32)
+
+
+def split_sum(plan: Plan, weights: jax.Array, x: jax.Array) -> jax.Array:
+    """weights @ x for a 0/1 matrix and float32 x, x split in two bfloat16 terms (relative error 2**-17).
+
+    Zeros and ones are exact in bfloat16, so only x needs splitting; one bfloat16 pass would put percent-level errors on decays.
+    """
+    if plan.exact:
+        return dot(plan, weights, x)
+    high = x.astype(jnp.bfloat16)
+    low = (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
+    return dot(plan, jnp.concatenate([weights, weights], 1), jnp.concatenate([high, low], 0))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def sums(plan: Plan, weights: jax.Array, transposed: jax.Array, x: jax.Array) -> jax.Array:
+    """weights [R, C] @ x [C, K]; the gradient of x is a sum of the same precision."""
+    return split_sum(plan, weights, x)
+
+
+sums.defvjp(
+    lambda plan, weights, transposed, x: (split_sum(plan, weights, x), transposed),
+    lambda plan, transposed, d: (None, None, split_sum(plan, transposed, d)),
+)
+
+
+@jax.custom_vjp
+def exp2(x: jax.Array) -> jax.Array:
+    """2**x, with the gradient taken to log decays in base e, as users give them: d/dg e^g = e^g."""
+    return jnp.exp2(x)
+
+
+exp2.defvjp(lambda x: (jnp.exp2(x),) * 2, lambda y, d: (d * y,))
+
+
+@jax.custom_vjp
+def log2_decay(g: jax.Array) -> jax.Array:
+    """Log decay in base e -> base 2, finite; its gradient stays in base e (see exp2)."""
+    return jnp.maximum(g * LOG2E, ZERO_LOG2)
+
+
+log2_decay.defvjp(lambda g: (log2_decay(g), None), lambda _, d: (d,))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def split_rows(x: jax.Array, rows: int) -> list[jax.Array]:
+    """[R, K] -> R / rows arrays; its gradient is one concatenation instead of a sum of padded arrays."""
+    return [x[i : i + rows] for i in range(0, x.shape[0], rows)]
+
+
+split_rows.defvjp(lambda x, rows: (split_rows(x, rows), None), lambda rows, _, d: (jnp.concatenate(d, 0),))
+
+
+def to_block(plan: Plan, x: jax.Array, diagonal: jax.Array) -> jax.Array:
+    """Lane form [C, N] -> block form [N, N] in the operand type; `diagonal` [N, N] is 1 on the pack's diagonal blocks."""
+    x = x.astype(plan.operand)
+    return x if plan.pack == 1 else jnp.concatenate([x] * plan.pack, 0) * diagonal
+
+
+def to_lanes(plan: Plan, blocks: list[jax.Array]) -> jax.Array:
+    """P arrays [C, N], the p-th right in lanes pC..(p+1)C, -> one [C, N]."""
+    lane = lax.broadcasted_iota(jnp.int32, (plan.C, plan.N), 1)
+    out = blocks[-1]
+    for p in reversed(range(plan.pack - 1)):
+        out = jnp.where(lane < (p + 1) * plan.C, blocks[p], out)
+    return out
+
+
+def spread(plan: Plan, columns: list[jax.Array]) -> jax.Array:
+    """P columns [C, 1] -> [C, N], each over its head's lanes."""
+    return to_lanes(plan, [jnp.broadcast_to(c, (plan.C, plan.N)) for c in columns])
+
+
+def causal_masks(plan: Plan) -> tuple[jax.Array, jax.Array]:
+    """(block [N, N]: i >= j inside a diagonal block; lanes [C, N]: i > j), boolean."""
+    row, col = (lax.broadcasted_iota(jnp.int32, (plan.N, plan.N), d) for d in (0, 1))
+    block = (row >= col) & (row // plan.C == col // plan.C) if plan.pack > 1 else row >= col
+    i, j = (lax.broadcasted_iota(jnp.int32, (plan.C, plan.N), d) for d in (0, 1))
+    return block, i > (j & (plan.C - 1))
+
+
+def constants(plan: Plan) -> dict[str, np.ndarray]:
+    """0/1 matrices the kernels read: `levels` [log2 C, C, N] of the inverse, `eye` [C, N], `diagonal` [N, N]."""
+    i, j = np.arange(plan.C)[:, None], np.arange(plan.N)[None, :] % plan.C
+    halves = [2**n for n in range(plan.C.bit_length() - 1)]
+    levels = [(i // (2 * s) == j // (2 * s)) & (i // s % 2 == 1) & (j // s % 2 == 0) for s in halves]
+    block = np.arange(plan.N) // plan.C
+    return {
+        "levels": np.stack(levels).astype(np.float32),
+        "eye": (i == j).astype(np.float32),
+        "diagonal": (block[:, None] == block[None, :]).astype(plan.operand),
+    }
