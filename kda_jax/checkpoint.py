@@ -123,7 +123,9 @@ class Checkpoints:
 
     def _opened(self) -> ocp.CheckpointManager:
         if self._manager is None:
-            options = ocp.CheckpointManagerOptions(preservation_policy=NewestAndBest(self._keep))
+            # Directories made in the background fail there too, and Orbax's other threads then wait minutes for them.
+            background = ocp.AsyncOptions(create_directories_asynchronously=False)
+            options = ocp.CheckpointManagerOptions(preservation_policy=NewestAndBest(self._keep), async_options=background)
             self._manager = ocp.CheckpointManager((self._run_dir / "checkpoints").absolute(), options=options)
         return self._manager
 
@@ -276,7 +278,7 @@ def _model_item(params: dict, buffers: dict) -> dict:
     return {"params": params, "buffers": buffers}
 
 
-def _items(state: TrainState) -> dict[str, dict[str, Array]]:
+def _items(state: TrainState) -> dict[str, dict[str, Any]]:
     """The state as the named arrays of each item on disk."""
     return {
         "model": flatten(_model_item(state.params, state.buffers)),

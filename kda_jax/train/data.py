@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import grain
+import jax
 import numpy as np
 
 from kda_jax.config import DataConfig
@@ -33,9 +34,9 @@ class Document(NamedTuple):
 class Batch(NamedTuple):
     """Rows to predict: position t + 1 from positions up to t, within a segment."""
 
-    tokens: np.ndarray
+    tokens: np.ndarray | jax.Array
     """[rows, seq_len + 1] int32."""
-    segment_ids: np.ndarray
+    segment_ids: np.ndarray | jax.Array
     """[rows, seq_len + 1] int32: 1, 2, ... for the documents of a row, PADDING where there is no token."""
 
 

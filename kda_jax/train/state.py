@@ -20,7 +20,7 @@ class TrainState(NamedTuple):
     buffers: dict
     """What the model holds besides parameters: the routers' selection biases."""
     opt_state: Any
-    step: Int[Array, ""]
+    step: Int[Array, ""] | jax.ShapeDtypeStruct
     """Steps done, which is also the number of the next batch."""
 
 
