@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -46,27 +48,44 @@ def test_equals_a_loop_over_experts_with_gradients(case, implementation):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, expected)
 
 
+@functools.partial(jax.jit, static_argnames="implementation")
+def grouped_gradients(rows, sizes, weights, implementation):
+    def loss(rows, weights):
+        y = grouped_mlp(rows, sizes, weights, implementation=implementation)
+        return jnp.sum(jnp.cos(y)), y
+
+    return jax.grad(loss, argnums=(0, 1), has_aux=True)(rows, weights)
+
+
+@jax.jit
+def masked_gradients(rows, sizes, weights):
+    """The same through every expert for every row, and a mask."""
+    ends = jnp.cumsum(sizes)
+    number = jnp.arange(rows.shape[0])[None]
+    mine = (number < ends[:, None]) & (number >= (ends - sizes)[:, None])  # [E, M]
+
+    def loss(rows, weights):
+        w1, w3, w2 = weights
+        y = jnp.einsum("emf,efd->emd", swiglu(jnp.einsum("md,edf->emf", rows, w1), jnp.einsum("md,edf->emf", rows, w3)), w2)
+        y = jnp.sum(jnp.where(mine[..., None], y, 0), axis=0)
+        return jnp.sum(jnp.cos(y)), y
+
+    return jax.grad(loss, argnums=(0, 1), has_aux=True)(rows, weights)
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("sizes", [[8, 0, 8, 0], [0, 0, 0, 16], [16, 0, 0, 0], [0, 33, 0, 0], [0, 0, 0, 0], [3, 4, 5, 0]])
 def test_R091_experts_without_tokens_get_exactly_zero_gradient(sizes, implementation):
     """R090, R091: also rows that belong to no group, no rows at all, and widths that are no multiple of a tile."""
-    sizes = jnp.array(sizes, jnp.int32)
-    weights = weights_of(4, 8, 5)
+    sizes, weights = jnp.array(sizes, jnp.int32), weights_of(4, 8, 5)
     rows = jax.random.normal(jax.random.key(0), (33, 8))
-
-    def loss(rows, weights):
-        return jnp.sum(jnp.cos(grouped_mlp(rows, sizes, weights, implementation=implementation)))
-
-    d_rows, d_weights = jax.grad(loss, argnums=(0, 1))(rows, weights)
-    group = np.repeat(np.arange(4), sizes)
-    for e in range(4):
-        mine = rows[: len(group)][group == e]
-        expected = jax.grad(lambda w: jnp.sum(jnp.cos(swiglu(mine @ w[0], mine @ w[1]) @ w[2])))([w[e] for w in weights])  # noqa: B023
-        for got, want in zip(d_weights, expected, strict=True):
-            assert len(mine) or not np.any(got[e])
-            np.testing.assert_allclose(got[e], want, rtol=1e-4, atol=1e-5)
-    np.testing.assert_array_equal(d_rows[len(group) :], 0)
-    np.testing.assert_array_equal(grouped_mlp(rows, sizes, weights, implementation=implementation)[len(group) :], 0)
+    got = (d_rows, d_weights), y = grouped_gradients(rows, sizes, weights, implementation)
+    for a, b in zip(*map(jax.tree.leaves, (got, masked_gradients(rows, sizes, weights))), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    for dw in d_weights:
+        np.testing.assert_array_equal(np.any(dw, axis=(1, 2)), np.asarray(sizes) > 0)
+    np.testing.assert_array_equal(d_rows[sizes.sum() :], 0)
+    np.testing.assert_array_equal(y[sizes.sum() :], 0)
 
 
 def test_R090_a_local_share_of_the_experts_gives_its_slice():
@@ -125,9 +144,10 @@ def test_bfloat16_rounds_each_product_and_sums_experts_in_float32():
     x = jax.random.normal(jax.random.key(0), (5, D)).astype(jnp.bfloat16)
     routing = route(jax.random.normal(jax.random.key(1), (5, E)), top_k=3, renormalize=True, scaling_factor=1.0)
     weights = tuple(w.astype(jnp.bfloat16) for w in weights_of(E, D, F))
-    y = experts(x, routing, *weights)
-    one_by_one = [experts(x, Routing(routing.experts[:, j : j + 1], jnp.ones((5, 1))), *weights) for j in range(3)]
-    expected = sum(routing.weights[:, j, None] * one_by_one[j].astype(jnp.float32) for j in range(3))
+    f = jax.jit(experts)
+    y = f(x, routing, *weights)
+    one_by_one = [f(x, Routing(routing.experts, jnp.zeros((5, 3)).at[:, j].set(1.0)), *weights) for j in range(3)]
+    expected = sum(routing.weights[:, [j]] * one_by_one[j].astype(jnp.float32) for j in range(3))
     assert y.dtype == jnp.bfloat16
     np.testing.assert_array_equal(y, expected.astype(jnp.bfloat16))
 
