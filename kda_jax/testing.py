@@ -1,4 +1,4 @@
-"""The one error metric, the one tolerance table, and the float64 oracle every implementation is held to."""
+"""The one error metric, the one tolerance table, and the float64 oracle that every implementation is held to."""
 
 import contextlib
 import dataclasses
@@ -26,7 +26,7 @@ class Error(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Tolerance:
-    """Largest allowed `Error.rms` against the float64 scan, for one dtype."""
+    """Largest allowed `Error.rms` against the float64 recurrence, for one dtype."""
 
     output: float
     gradient: float
@@ -110,30 +110,95 @@ _results = jax.jit(_run, static_argnums=(0, 2, 3))
 
 
 def oracle(spec: OpSpec, problem: Problem) -> dict[str, np.ndarray]:
-    """`results` of the scan in float64, as NumPy arrays."""
-    problem = jax.tree.map(np.asarray, problem)
-    with x64():
-        double = jax.tree.map(jnp.asarray, problem).astype(jnp.float64)
-        return jax.tree.map(np.asarray, results(spec, double, implementation="scan"))
+    """The results of the recurrence in float64 NumPy, one token at a time, with its derivative written out by hand.
+
+    It shares no code with the library: no JAX, no autodiff, no `ops.segments`. It is slow and obvious on purpose.
+    """
+    cast = lambda x: None if x is None else np.asarray(x, np.float64)
+    q, k, v, g, beta = map(cast, problem.inputs)
+    share = v.shape[2] // q.shape[2]
+    q, k = np.repeat(q, share, 2) * q.shape[-1] ** -0.5, np.repeat(k, share, 2)
+    v, beta = v.copy(), np.ones(v.shape[:3]) if beta is None else beta.copy()
+    alpha = np.ones((*v.shape[:3], 1)) if g is None else np.exp(g if g.ndim == 4 else g[..., None])
+    padding, reset = _read_segments(problem.segment_ids, v.shape[:2])
+    q[padding], k[padding], v[padding], beta[padding], alpha[padding] = 0, 0, 0, 0, 1
+    alpha[reset] = 0
+
+    B, T, HV, V = v.shape
+    states, values = [cast(problem.initial_state)], []
+    o = np.zeros(v.shape)
+    for t in range(T):
+        decayed = alpha[:, t, ..., None] * states[-1]
+        read = np.einsum("bhkv,bhk->bhv", decayed, k[:, t]) if spec.delta else 0
+        values.append(beta[:, t, :, None] * (v[:, t] - read))
+        states.append(decayed + k[:, t, ..., None] * values[-1][..., None, :])
+        o[:, t] = np.einsum("bhkv,bhk->bhv", states[-1], q[:, t])
+
+    do, dS = cast(problem.do), cast(problem.dstate)
+    dq, dk, dv, dalpha, dbeta = (np.zeros_like(x) for x in (q, k, v, alpha, beta))
+    for t in reversed(range(T)):
+        decayed = alpha[:, t, ..., None] * states[t]
+        dS = dS + q[:, t, ..., None] * do[:, t, :, None, :]
+        dq[:, t] = np.einsum("bhkv,bhv->bhk", states[t + 1], do[:, t])
+        dk[:, t] = np.einsum("bhkv,bhv->bhk", dS, values[t])
+        dvalue = np.einsum("bhkv,bhk->bhv", dS, k[:, t])
+        dv[:, t] = beta[:, t, :, None] * dvalue
+        if spec.delta:
+            read = np.einsum("bhkv,bhk->bhv", decayed, k[:, t])
+            dbeta[:, t] = np.sum(dvalue * (v[:, t] - read), -1)
+            dk[:, t] -= np.einsum("bhkv,bhv->bhk", decayed, dv[:, t])
+            dS = dS - k[:, t, ..., None] * dv[:, t, :, None, :]
+        drow = np.sum(dS * states[t], -1)
+        dalpha[:, t] = drow if alpha.shape[-1] > 1 else np.sum(drow, -1, keepdims=True)
+        dS = alpha[:, t, ..., None] * dS
+
+    dg = np.where((padding | reset)[..., None, None], 0, alpha * dalpha)
+    for x in (dq, dk, dv, dbeta):
+        x[padding] = 0
+    grouped = lambda x: x.reshape(B, T, HV // share, share, -1).sum(3)
+    named = {"dq": grouped(dq) * q.shape[-1] ** -0.5, "dk": grouped(dk), "dv": dv}
+    if g is not None:
+        named["dg"] = dg.reshape(g.shape)
+    if spec.delta:
+        named["dbeta"] = dbeta
+    return {"o": o, "final_state": states[-1], **named, "dinitial_state": dS}
+
+
+def _read_segments(segment_ids, shape):
+    """(padding, reset) [B, T] by a plain walk along each row."""
+    padding, reset = np.zeros(shape, bool), np.zeros(shape, bool)
+    for b, row in enumerate(np.zeros(shape, int) if segment_ids is None else np.asarray(segment_ids)):
+        current, positive = None, False
+        for t, i in enumerate(row):
+            if i < 0 or (i == 0 and positive):
+                padding[b, t] = True
+                continue
+            reset[b, t] = current is not None and i != current
+            current, positive = i, positive or i > 0
+    return padding, reset
 
 
 def errors(spec: OpSpec, problem: Problem, *, implementation: str | None, chunk_size: int = 64) -> dict[str, Error]:
-    """Error of each result of an implementation against the float64 scan on the very same inputs."""
+    """Error of each result of an implementation against `oracle` on the very same inputs."""
     reference = oracle(spec, problem)
     found = results(spec, problem, implementation=implementation, chunk_size=chunk_size)
     return {name: error(found[name], reference[name]) for name in reference}
 
 
 def floor_ratios(spec: OpSpec, problem: Problem, dtype, *, implementation: str | None) -> dict[str, tuple[Error, float]]:
-    """For 16-bit inputs: error against the scan on the unrounded inputs, and that error over the irreducible floor.
+    """For 16-bit inputs: error against the recurrence on the unrounded inputs, and that error over the irreducible floor.
 
-    The floor is the error of the float64 scan on the same rounded inputs: what rounding the inputs costs whoever computes.
+    The floor is the error of the float64 recurrence on the same rounded inputs, with each result rounded once to the dtype it is
+    returned in: what 16-bit arguments and results cost whoever computes.
     """
     exact, rounded = oracle(spec, problem), problem.astype(dtype)
-    floor = oracle(spec, rounded)
+    best = oracle(spec, rounded)
     found = results(spec, rounded, implementation=implementation)
-    table = {name: (error(found[name], exact[name]), error(floor[name], exact[name]).rms) for name in exact}
-    return {name: (err, err.rms / floor) for name, (err, floor) in table.items()}
+    table = {}
+    for name, x in found.items():
+        floor = error(np.asarray(best[name].astype(x.dtype), np.float64), exact[name])
+        table[name] = (error(x, exact[name]), error(x, exact[name]).rms / floor.rms)
+    return table
 
 
 @contextlib.contextmanager
