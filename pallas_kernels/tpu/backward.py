@@ -122,7 +122,7 @@ def state_gradients(plan: Plan, refs, ready: Prepared, val: Values, heads: list[
 
 
 def backward_pack(plan: Plan, refs, step: Step, do, heads: list[int]) -> Generator[None, None, Gradients]:
-    q, k, g = pack_inputs(plan, step, heads)
+    q, k, g = pack_inputs(plan, refs, step, heads)
     q, k = ([x.astype(jnp.float32) for x in xs] for xs in (q, k))
     ready, pull = jax.vjp(functools.partial(prepare, plan, refs, step.cut), q, k, g)
     yield
@@ -177,6 +177,8 @@ def backward_kernel(plan: Plan, names: tuple[str, ...], *refs):
     @pl.when(pl.program_id(2) == 0)
     def _():
         carried[...] = refs["dfinal"][...]
+        for name in ("drate", "dbias") if plan.gate is not None else ():
+            refs[name][...] = jnp.zeros_like(refs[name])
 
     step = load_step(plan, refs)
     do = jnp.swapaxes(refs["do"][0], 0, 1)
@@ -188,6 +190,10 @@ def backward_kernel(plan: Plan, names: tuple[str, ...], *refs):
     shape = (plan.C, plan.heads)
     if plan.delta:
         refs["dbeta"][0, 0] = lanes(beta, shape)
+    if plan.gate is not None:
+        refs["drate"][0] += rows([x.rate for x in g])
+        refs["dbias"][0] += rows([x.bias for x in g])
+        g = [x.x for x in g]
     if step.g is not None:
         store_heads(plan, refs["dg"], g)
     elif plan.decay == "head":
@@ -199,11 +205,12 @@ def backward_kernel(plan: Plan, names: tuple[str, ...], *refs):
 def backward(plan: Plan, inputs: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """inputs: those of `forward` without initial, its states and inverse, do like o and dfinal like final.
 
-    Returns dq, dk, dv, dinitial and by kind dg, dbeta; dg and dbeta in float32.
+    Returns dq, dk, dv, dinitial and by kind dg, dbeta, and drate, dbias [B, HV, K] float32.
     """
     B, T, HV, _ = inputs["v"].shape
     N, S = T // plan.C, HV // plan.heads
     outputs = {"d" + n: jax.ShapeDtypeStruct(inputs[n].shape, inputs[n].dtype) for n in "qkv"}
-    outputs |= {"d" + n: jax.ShapeDtypeStruct(inputs[n].shape, jnp.float32) for n in ("g", "beta") if n in inputs}
+    outputs |= {"d" + n: jax.ShapeDtypeStruct(inputs[n].shape, inputs[n].dtype) for n in ("g", "beta") if n in inputs}
+    outputs |= {"d" + n: jax.ShapeDtypeStruct((B, *inputs[n].shape), jnp.float32) for n in ("rate", "bias") if n in inputs}
     outputs["dinitial"] = jax.ShapeDtypeStruct(inputs["dfinal"].shape, jnp.float32)
     return call(plan, backward_kernel, "backward", inputs, outputs, (B, S, N), lambda t: N - 1 - t)

@@ -11,10 +11,10 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.tpu.decay import decay_constants
 from pallas_kernels.tpu.inverse import inverse
-from pallas_kernels.tpu.pack import Cut, HeadDecays, head_decays, interleave, prepare, rows, scores, sequence_cut
+from pallas_kernels.tpu.pack import Cut, HeadDecays, Logits, head_decays, interleave, prepare, rows, scores, sequence_cut
 from pallas_kernels.tpu.plan import TINY, Plan, constants, dot, spread, to_block
 
-VMEM_BYTES = 100 * 2**20
+VMEM_BYTES = 60 * 2**20  # of 64 MiB per core on v5p and tpu7x, 128 MiB on v5e and v6e
 
 
 class Step(NamedTuple):
@@ -41,11 +41,14 @@ def load_step(plan: Plan, refs) -> Step:
     )
 
 
-def pack_inputs(plan: Plan, step: Step, heads: list[int]) -> tuple[list, list, list]:
+def pack_inputs(plan: Plan, refs, step: Step, heads: list[int]) -> tuple[list, list, list]:
     """q, k and g of a pack, as `prepare` takes them."""
     q, k = ([x[h // plan.group] for h in heads] for x in (step.q, step.k))
     if step.g is not None:
-        return q, k, [step.g[h].astype(jnp.float32) for h in heads]
+        g = [step.g[h].astype(jnp.float32) for h in heads]
+        if plan.gate is not None:
+            g = [Logits(x, refs["rate"][h : h + 1], refs["bias"][h : h + 1]) for x, h in zip(g, heads, strict=True)]
+        return q, k, g
     if step.decays is None:
         return q, k, [None] * len(heads)
     return q, k, [HeadDecays(*(x[:, h : h + 1] for x in step.decays)) for h in heads]
@@ -53,7 +56,7 @@ def pack_inputs(plan: Plan, step: Step, heads: list[int]) -> tuple[list, list, l
 
 def forward_pack(plan: Plan, refs, step: Step, heads: list[int]) -> Generator[None, None, list[jax.Array]]:
     state, C = refs["final"], plan.C
-    ready = prepare(plan, refs, step.cut, *pack_inputs(plan, step, heads))
+    ready = prepare(plan, refs, step.cut, *pack_inputs(plan, refs, step, heads))
     yield
     score = scores(plan, ready, step.cut, plan.delta)
     yield
@@ -124,6 +127,8 @@ def block_specs(plan: Plan, chunk) -> dict[str, pl.BlockSpec]:
         **dict.fromkeys(("beta", "dbeta"), column),
         **dict.fromkeys(("initial", "final", "dfinal", "dinitial"), state),
         "reset": pl.BlockSpec((1, 1, C, 1), lambda b, s, t: (b, 0, chunk(t), 0)),
+        **dict.fromkeys(("rate", "bias"), pl.BlockSpec((heads, plan.K), lambda b, s, t: (s, 0))),
+        **dict.fromkeys(("drate", "dbias"), pl.BlockSpec((1, heads, plan.K), lambda b, s, t: (b, s, 0))),
         "states": states,
         "inverse": inverse,
     }
@@ -147,7 +152,8 @@ def call(plan: Plan, kernel, name: str, inputs: dict, outputs: dict, grid: tuple
 
 
 def forward(plan: Plan, inputs: dict[str, jax.Array], save: bool) -> dict[str, jax.Array]:
-    """inputs: q, k [B, T, H, K], v [B, T, HV, V], by kind g [B, T, HV, K] or [B, S, T, heads], beta [B, S, T, heads], initial [B, HV, V, K].
+    """inputs: q, k [B, T, H, K], v [B, T, HV, V], by kind g [B, T, HV, K] or [B, S, T, heads], rate and bias [HV, K],
+    reset [B, 1, T, 1], beta [B, S, T, heads], initial [B, HV, V, K].
 
     T is a multiple of C; S steps of `heads` heads make HV. Returns o, final and, to save, the chunk-start states and the inverses.
     """

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.tpu import decay as D
-from pallas_kernels.tpu.plan import Plan, exp2, log2_decay, sums
+from pallas_kernels.tpu.plan import Plan, exp2, log2_decay, softplus, sums
 
 
 class HeadDecays(NamedTuple):
@@ -16,6 +16,14 @@ class HeadDecays(NamedTuple):
     log: jax.Array
     prefix: jax.Array  # product of the decays up to and including this token
     suffix: jax.Array  # product of the decays after this token
+
+
+class Logits(NamedTuple):
+    """Logits of one head's decays: g = -rate softplus(x + bias), or bound sigmoid(rate (x + bias))."""
+
+    x: jax.Array  # [C, K]
+    rate: jax.Array  # [1, K]
+    bias: jax.Array  # [1, K]
 
 
 class Cut(NamedTuple):
@@ -47,18 +55,28 @@ def sequence_cut(plan: Plan, constant, reset: jax.Array) -> Cut:
     return Cut(decays, D.head_matrix(plan, (constant["prefix"][...], constant["prefix_t"][...]), [decays.log] * plan.pack))
 
 
+def log_decay(plan: Plan, g: jax.Array | Logits) -> jax.Array:
+    """[C, K] float32, natural log."""
+    if plan.gate is None:
+        return g
+    x = g.x + g.bias
+    return plan.gate * jax.nn.sigmoid(g.rate * x) if plan.gate else -g.rate * softplus(x)
+
+
 def l2_normalize(x: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + 1e-6)
 
 
 def prepare(plan: Plan, constant, cut: Cut | None, q: list[jax.Array], k: list[jax.Array], g) -> Prepared:
-    """q, k: lists of [C, K]; g: list of [C, K] natural log decays, of HeadDecays, or of None. Elementwise but for sums: differentiable."""
+    """q, k: lists of [C, K]; g: list of [C, K] natural log decays, Logits, HeadDecays or None. Differentiable."""
     if plan.normalize:
         q, k = ([l2_normalize(x.astype(jnp.float32)) for x in xs] for xs in (q, k))
     if plan.decay in ("channel", "bounded"):
         local = constant["local"][...], constant["local_t"][...]
         q, k = ([x.astype(jnp.float32) for x in xs] for xs in (q, k))
-        operands = [D.channel_operands(plan, local, qi, ki, log2_decay(gi), cut) for qi, ki, gi in zip(q, k, g, strict=True)]
+        operands = [
+            D.channel_operands(plan, local, qi, ki, log2_decay(log_decay(plan, gi)), cut) for qi, ki, gi in zip(q, k, g, strict=True)
+        ]
         return Prepared(q, k, operands, None) if plan.decay == "channel" else Prepared([], [], operands, None)
     if plan.decay == "none":
         return Prepared(q, k, [D.scalar_operands(plan, qi, ki, None, None) for qi, ki in zip(q, k, strict=True)], None)

@@ -26,7 +26,7 @@ ZERO_LOG2 = -1.0e4  # log2 of a decay that is exactly zero: 2**-1e4 is 0 in floa
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """One kernel and one grid step's work: `heads` value heads of `C` tokens, `pack` heads side by side, `group` value heads per query head."""
+    """One kernel and its grid step: `heads` value heads of `C` tokens, `pack` heads side by side, `group` value heads per query head."""
 
     decay: str  # "none" | "head" | "channel" | "bounded" (per channel and never below -5 in natural log)
     delta: bool
@@ -38,7 +38,8 @@ class Plan:
     group: int
     scale: float
     normalize: bool  # L2-normalise q and k in the kernel
-    reset: bool  # "bounded" with sequence starts given apart, as decays "head" of 0 or -inf
+    reset: bool  # decays per channel with sequence starts given apart, as decays "head" of 0 or -inf
+    gate: float | None  # the kernel computes g from logits: its lower bound, or 0.0 for the softplus form
     exact: bool  # float32 operands (six MXU passes) instead of bfloat16
 
     @property
@@ -97,6 +98,14 @@ def log2_decay(g: jax.Array) -> jax.Array:
 
 
 log2_decay.defvjp(lambda g: (log2_decay(g), None), lambda _, d: (d,))
+
+
+@jax.custom_vjp
+def softplus(x: jax.Array) -> jax.Array:
+    return jnp.maximum(x, 0.0) + jnp.log1p(jnp.exp(-jnp.abs(x)))
+
+
+softplus.defvjp(lambda x: (softplus(x), x), lambda x, d: (d * jax.nn.sigmoid(x),))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

@@ -13,6 +13,7 @@ from pallas_kernels.tpu.plan import LANES, Plan
 LOWEST_BOUND = -5.0  # STRIP rows of it stay inside float32's range when a strip's keys are divided by their decay
 CHUNKS = (16, 32, 64, 128)
 HEADS_PER_STEP = 16
+NO_TOKEN = -1.0e30  # a logit whose sigmoid and softplus are exactly zero
 
 
 def chunk_recurrence(
@@ -31,7 +32,7 @@ def chunk_recurrence(
 ) -> tuple[jax.Array, jax.Array]:
     """Chunkwise S_t = (I - beta k k^T) Diag(e^g) S_(t-1) + beta k v^T, o_t = scale q^T S_t on a TPU, with gradients.
 
-    The chunk form is Kimi Linear's (arXiv 2510.26692) in solve form: y = T beta (v - k~ S), T the inverse of a unit lower triangular matrix.
+    The chunk form is Kimi Linear's (arXiv 2510.26692) in solve form: y = T beta (v - k~ S), T a unit lower triangular inverse.
 
     Args:
       q, k: [B, T, H, K] float32, bfloat16 or float16; K at most 256.
@@ -56,22 +57,90 @@ def chunk_recurrence(
     Outputs before a token do not depend, to the bit, on anything after it.
     """
     check(q, k, v, g, beta, initial_state, reset, chunk_size, lower_bound)
-    kind = v.dtype
-    if kind == jnp.float16:
-        q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     decay = {None: "none", 3: "head", 4: "channel"}[None if g is None else g.ndim]
     if decay == "channel" and lower_bound is not None:
         decay = "bounded"
-    if reset is not None and decay != "bounded":
-        if g is None:
-            g, decay = jnp.zeros(v.shape[:3], jnp.float32), "head"
-        g = jnp.where(reset.reshape(reset.shape + (1,) * (g.ndim - 2)), -jnp.inf, g)
+    if reset is not None and decay in ("none", "head"):
+        g, decay = jnp.where(reset[..., None], -jnp.inf, jnp.zeros(v.shape[:3], jnp.float32) if g is None else g), "head"
         reset = None
-    scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
-    q, k, plan = make_plan(q, k, v, decay, beta is not None, chunk_size, scale, normalize, reset is not None)
-    o, final = chunk_core(plan, kernel_inputs(plan, q, k, v, g, beta, initial_state, reset))
-    B, T, HV, V = v.shape
-    return o[:, :T, :, :V].astype(kind), jnp.swapaxes(final, 2, 3)[:, :, : q.shape[-1], :V]
+    sequence = {"g": g, "beta": beta, "reset": reset}
+    return run(q, k, v, sequence, initial_state, decay=decay, scale=scale, chunk_size=chunk_size, normalize=normalize, gate=None)
+
+
+def chunk_kda_from_logits(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    x: jax.Array,
+    beta_logits: jax.Array,
+    A_log: jax.Array,
+    dt_bias: jax.Array,
+    initial_state: jax.Array | None = None,
+    *,
+    reset: jax.Array | None = None,
+    scale: float | None = None,
+    chunk_size: int = 64,
+    lower_bound: float | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`chunk_recurrence` on L2-normalised q and k, beta = sigmoid(beta_logits), and the gate computed in the kernel.
+
+    g = -exp(A_log) softplus(x + dt_bias) (Kimi Linear, arXiv 2510.26692), or with a lower bound in [-5, 0)
+    g = lower_bound sigmoid(exp(A_log) (x + dt_bias)) (Kimi K3, arXiv 2607.24653, eq. 5).
+
+    Args:
+      x: [B, T, HV, K] gate logits, any float type; beta_logits: [B, T, HV]; A_log: [HV]; dt_bias: [HV, K].
+      A token that is padding has logits x and beta_logits of NO_TOKEN: decay 1, nothing written. The rest as in chunk_recurrence.
+
+    Returns:
+      o [B, T, HV, V] in v's type; final_state [B, HV, K, V] float32.
+    """
+    check(q, k, v, x, beta_logits, initial_state, reset, chunk_size, lower_bound)
+    HV, K = v.shape[2], q.shape[3]
+    for name, y, shape in (("x", x, (*v.shape[:3], K)), ("A_log", A_log, (HV,)), ("dt_bias", dt_bias, (HV, K))):
+        if y.shape != shape:
+            raise ValueError(f"{name} {y.shape} must be {shape}")
+    sequence = {
+        "g": x,
+        "beta": jax.nn.sigmoid(beta_logits.astype(jnp.float32)),
+        "reset": reset,
+        "rate": jnp.broadcast_to(jnp.exp(A_log.astype(jnp.float32))[:, None], (HV, K)),
+        "bias": dt_bias.astype(jnp.float32),
+    }
+    decay = "channel" if lower_bound is None else "bounded"
+    return run(q, k, v, sequence, initial_state, decay=decay, scale=scale, chunk_size=chunk_size, normalize=True, gate=lower_bound or 0.0)
+
+
+def run(q, k, v, sequence, initial_state, *, decay, scale, chunk_size, normalize, gate) -> tuple[jax.Array, jax.Array]:
+    """From checked arrays to the kernels and back; `sequence` holds g, beta, reset (or None) and, with a gate, rate and bias."""
+    kind, (T, _, V), K = v.dtype, v.shape[1:], q.shape[-1]
+    if kind == jnp.float16:
+        q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+    H, HV = q.shape[2], v.shape[2]
+    heads = heads_per_step(H, HV)
+    if not heads and H < HV:
+        q, k, H = jnp.repeat(q, HV // H, 2), jnp.repeat(k, HV // H, 2), HV
+    heads = heads or heads_per_step(HV, HV) or HV
+    plan = Plan(
+        decay=decay,
+        delta=sequence["beta"] is not None,
+        C=chunk_size,
+        K=lanes_for(K),
+        V=lanes_for(V),
+        heads=heads,
+        pack=max(p for p in (1, 2, 4, 8) if p * chunk_size <= LANES and heads % p == 0),
+        group=HV // H,
+        scale=float(K**-0.5 if scale is None else scale),
+        normalize=normalize,
+        reset=sequence["reset"] is not None,
+        gate=gate,
+        exact=v.dtype == jnp.float32,
+    )
+    o, final = chunk_core(plan, kernel_inputs(plan, q, k, v, sequence, initial_state))
+    return o[:, :T, :, :V].astype(kind), jnp.swapaxes(final, 2, 3)[:, :, :K, :V]
+
+
+def lanes_for(n: int) -> int:
+    return -(-n // LANES) * LANES
 
 
 def check(q, k, v, g, beta, initial_state, reset, chunk_size, lower_bound) -> None:
@@ -106,41 +175,14 @@ def heads_per_step(H: int, HV: int) -> int:
     return max((n for n in range(1, HEADS_PER_STEP + 1) if legal(n)), default=0)
 
 
-def make_plan(q, k, v, decay, delta, chunk_size, scale, normalize, reset) -> tuple[jax.Array, jax.Array, Plan]:
-    """The tile, and q and k, repeated to HV heads where a step cannot hold whole groups."""
-    H, HV = q.shape[2], v.shape[2]
-    heads = heads_per_step(H, HV)
-    if not heads and H < HV:
-        q, k = (jnp.repeat(x, HV // H, 2) for x in (q, k))
-        H, heads = HV, heads_per_step(HV, HV)
-    heads = heads or HV
-    pack = next(p for p in (LANES // chunk_size, 4, 2, 1) if p * chunk_size <= LANES and heads % p == 0)
-    width = lambda n: -(-n // LANES) * LANES
-    plan = Plan(
-        decay=decay,
-        delta=delta,
-        C=chunk_size,
-        K=width(q.shape[-1]),
-        V=width(v.shape[-1]),
-        heads=heads,
-        pack=pack,
-        group=HV // H,
-        scale=scale,
-        normalize=normalize,
-        reset=reset,
-        exact=v.dtype == jnp.float32,
-    )
-    return q, k, plan
-
-
-def pad(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Zeros at the ends of the axes; nothing where the shape is right."""
+def pad(x: jax.Array, shape: tuple[int, ...], value: float = 0.0) -> jax.Array:
+    """`value` at the ends of the axes; nothing where the shape is right."""
     widths = [(0, n - m) for m, n in zip(x.shape, shape, strict=True)]
-    return jnp.pad(x, widths) if any(w for _, w in widths) else x
+    return jnp.pad(x, widths, constant_values=value) if any(w for _, w in widths) else x
 
 
-def kernel_inputs(plan: Plan, q, k, v, g, beta, initial_state, reset) -> dict[str, jax.Array]:
-    """Pads T to whole chunks (zeros: decay 1, beta 0, nothing written) and K, V to whole lanes; columns [B, T, HV] to [B, S, T, heads]."""
+def kernel_inputs(plan: Plan, q, k, v, sequence, initial_state) -> dict[str, jax.Array]:
+    """Pads T to whole chunks (decay 1, beta 0, nothing written) and K, V to whole lanes; columns [B, T, HV] become [B, S, T, heads]."""
     B, T, HV = v.shape[:3]
     T = -(-T // plan.C) * plan.C
 
@@ -148,12 +190,15 @@ def kernel_inputs(plan: Plan, q, k, v, g, beta, initial_state, reset) -> dict[st
         return jnp.swapaxes(pad(x.astype(jnp.float32), (B, T, x.shape[2])).reshape(B, T, -1, heads), 1, 2)
 
     inputs = {"q": pad(q, (B, T, q.shape[2], plan.K)), "k": pad(k, (B, T, k.shape[2], plan.K)), "v": pad(v, (B, T, HV, plan.V))}
+    g, beta, reset = (sequence[n] for n in ("g", "beta", "reset"))
     if g is not None:
-        inputs["g"] = column(g, plan.heads) if g.ndim == 3 else pad(g, (B, T, HV, plan.K))
+        inputs["g"] = column(g, plan.heads) if g.ndim == 3 else pad(g, (B, T, HV, plan.K), 0.0 if plan.gate is None else NO_TOKEN)
     if beta is not None:
         inputs["beta"] = column(beta, plan.heads)
     if reset is not None:
         inputs["reset"] = column(jnp.where(reset, -jnp.inf, 0.0)[..., None], 1)
+    if plan.gate is not None:
+        inputs |= {n: pad(sequence[n], (HV, plan.K)) for n in ("rate", "bias")}
     if initial_state is not None:
         inputs["initial"] = jnp.swapaxes(pad(initial_state.astype(jnp.float32), (B, HV, plan.K, plan.V)), 2, 3)
     return inputs
@@ -177,7 +222,8 @@ def core_backward(plan: Plan, saved, cotangents):
     do, dfinal = cotangents
     taken = {n: x for n, x in inputs.items() if n != "initial"}
     out = backward(plan, {**taken, **residuals, "do": do, "dfinal": dfinal})
-    return ({n: out["d" + n].astype(x.dtype) if "d" + n in out else None for n, x in inputs.items()},)
+    gradients = {n: out["d" + n] if "d" + n in out else None for n in inputs}
+    return (gradients | {n: gradients[n].sum(0) for n in ("rate", "bias") if n in inputs},)
 
 
 chunk_core.defvjp(core_forward, core_backward)
