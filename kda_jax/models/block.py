@@ -1,7 +1,7 @@
 """The pre-norm block of every model but GPT-2."""
 
-from jaxtyping import Array, Float, Int
 from flax import nnx
+from jaxtyping import Array, Float, Int
 
 from kda_jax.layers import MoE, RMSNorm, SwiGLU
 from kda_jax.models.stack import BlockOutput

@@ -44,6 +44,6 @@ def build(config: ModelConfig, rngs: nnx.Rngs) -> LanguageModel:
 
 @functools.cache
 def _constructor(config: ModelConfig, backend: str) -> Callable[[Array], LanguageModel]:
-    """key -> model, compiled as one program. On CPU without optimisation: dozens of draws, each run once, take longer to optimise than to run."""
+    """key -> model, compiled as one program; on CPU without optimisation, for to optimise dozens of draws takes longer than to run them."""
     options = {"xla_backend_optimization_level": 0} if backend == "cpu" else None
     return jax.jit(lambda key: _MODELS[type(config)](config, nnx.Rngs(key)), compiler_options=options)

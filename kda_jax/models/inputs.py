@@ -27,9 +27,7 @@ class Inputs(NamedTuple):
 
 
 @no_type_check  # its own checks raise ValueError with the name and shape of the argument
-def read_inputs(
-    tokens: Int[Array, "B T"], cache: HybridCache | None, segment_ids: Int[Array, "B T"] | None, vocab_size: int
-) -> Inputs:
+def read_inputs(tokens: Int[Array, "B T"], cache: HybridCache | None, segment_ids: Int[Array, "B T"] | None, vocab_size: int) -> Inputs:
     """Check the arguments of a forward and derive what the layers need.
 
     Args:
@@ -70,7 +68,8 @@ def _check_shapes(tokens, cache: HybridCache | None, segment_ids) -> None:
         raise ValueError(f"tokens must be integers [B, T] with T >= 1, got shape {tokens.shape} and dtype {tokens.dtype}")
     if segment_ids is not None and (segment_ids.shape != tokens.shape or not jnp.issubdtype(segment_ids.dtype, jnp.integer)):
         raise ValueError(
-            f"segment_ids must be integers of the shape of tokens {tokens.shape}, got shape {segment_ids.shape} and dtype {segment_ids.dtype}"
+            f"segment_ids must be integers of the shape of tokens {tokens.shape}, got shape {segment_ids.shape} and dtype "
+            f"{segment_ids.dtype}"
         )
     if cache is not None and cache.batch != tokens.shape[0]:
         raise ValueError(f"cache has {cache.batch} rows and tokens {tokens.shape[0]}: they must be the same")
@@ -86,4 +85,6 @@ def _check_values(inputs: Inputs, cache: HybridCache | None, vocab_size: int) ->
     if concrete(inputs.added, cache.length):
         longest = int(np.max(cache.length + inputs.added))
         if longest > cache.capacity:
-            raise ValueError(f"cache holds {cache.capacity} tokens per row and this call would make {longest}: use init_cache with a larger max_len")
+            raise ValueError(
+                f"cache holds {cache.capacity} tokens per row and this call would make {longest}: use init_cache with a larger max_len"
+            )

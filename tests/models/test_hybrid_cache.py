@@ -4,74 +4,87 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from model_cases import CONFIGS, assert_close, build, forward, random_tokens
+from model_cases import BUCKET, ROWS, TOKENS, assert_bitwise, assert_close, build, empty_cache, forward, random_tokens, reference
 
-every_model = pytest.mark.parametrize("name", CONFIGS)
-
-
-def assert_bitwise(got, want):
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_array_equal(a, b)
+every_kind_of_cache = pytest.mark.parametrize("name", ["gpt2", "kimi_linear", "mamba2", "linear_attention"])
 
 
-@every_model
+def after(name, n, cache=None, tokens=TOKENS):
+    """The cache after one call on the first n <= BUCKET of `tokens`, padded to the bucket."""
+    ids = jnp.asarray(np.tile(np.arange(BUCKET) < n, (ROWS, 1)), jnp.int32)
+    return forward(build(name), jnp.asarray(tokens[:, :BUCKET]), empty_cache(name) if cache is None else cache, ids).cache
+
+
+def next_logits(name, n, cache, tokens=TOKENS):
+    return forward(build(name), jnp.asarray(tokens[:, n : n + 1]), cache).logits[:, 0]
+
+
+@every_kind_of_cache
 def test_rollback_is_the_cache_from_before_R053(name):
-    """Eight drafted tokens, three accepted: go back and replay three; the next token's logits never saw the other five."""
-    model, tokens = build(name), random_tokens(1, 20)
-    saved = forward(model, tokens[:, :9], model.init_cache(1, 64)).cache
+    """Eight drafted tokens, three accepted: go back, replay three; the next token's logits never saw the other five."""
+    saved = after(name, 9)
     copy = jax.tree.map(jnp.copy, saved)
-    drafted = jnp.concatenate([tokens[:, 9:12], random_tokens(1, 5, seed=7)], axis=1)
-    forward(model, drafted, saved)
+    drafted = np.concatenate([TOKENS[:, 9:12], np.asarray(random_tokens(ROWS, 9, seed=7))], axis=1)
+    after(name, 8, saved, drafted)
     assert_bitwise(saved, copy)  # decoding ahead left it alone
-    accepted = forward(model, tokens[:, 9:12], saved).cache
-    out = forward(model, tokens[:, 12:13], accepted)
-    assert_close(out.logits[:, 0], forward(model, tokens).logits[:, 12])
+    accepted = after(name, 3, saved, drafted)
+    np.testing.assert_array_equal(accepted.length, [12] * ROWS)
+    assert_close(next_logits(name, 12, accepted), reference(name)[:, 12])
 
 
-def test_edit_and_continue_from_the_latest_snapshot_R059():
-    """Five turns, each resumed from a snapshot at or before a shorter prefix, equal to cold runs."""
-    model = build("kimi_linear")
-    history, snapshots = random_tokens(1, 8), {0: model.init_cache(1, 64)}
+def test_edit_and_continue_from_the_latest_snapshot_R050_R059():
+    """Five turns, each keeping a shorter prefix of the last: resumed from the latest snapshot before it, equal to cold runs."""
+    name, history, snapshots = "kimi_linear", TOKENS[:, :8], {0: empty_cache("kimi_linear")}
+    resumed_from = []
     for turn, keep in enumerate((8, 6, 9, 5, 7)):
-        history = jnp.concatenate([history[:, :keep], random_tokens(1, 4, seed=20 + turn)], axis=1)
+        history = np.concatenate([history[:, :keep], np.asarray(random_tokens(ROWS, 4, seed=20 + turn))], axis=1)
         snapshots = {n: cache for n, cache in snapshots.items() if n <= keep}
         n = max(snapshots)
-        out = forward(model, history[:, n:], snapshots[n])
-        snapshots[history.shape[1]] = out.cache
-        snapshots[keep] = forward(model, history[:, n:keep], snapshots[n]).cache if keep > n else snapshots[n]
-        assert_close(out.logits[:, -1], forward(model, history).logits[:, -1])
+        resumed_from.append(n)
+        rest = np.pad(history[:, n:], ((0, 0), (0, BUCKET)))
+        snapshots[keep] = after(name, keep - n, snapshots[n], rest)
+        snapshots[keep + 3] = after(name, keep + 3 - n, snapshots[n], rest)
+        cold = after(name, keep + 3, tokens=np.pad(history, ((0, 0), (0, BUCKET))))
+        assert_close(*(next_logits(name, keep + 3, cache, history) for cache in (snapshots[keep + 3], cold)))
+    assert resumed_from == [0, 0, 9, 0, 5]
 
 
-@every_model
+@every_kind_of_cache
 def test_a_reset_row_is_a_new_row_R056(name):
-    """B after A in the same row equals B in a fresh cache, bit for bit, and the neighbour does not notice."""
-    model, a, b = build(name), random_tokens(2, 9), random_tokens(2, 5, seed=4)
-    used = forward(model, a, model.init_cache(2, 32)).cache
-    cleaned = used.reset([1])
-    assert_bitwise(cleaned.take([1]), model.init_cache(1, 32))
-    assert_bitwise(cleaned.take([0]), used.take([0]))
-    assert_bitwise(forward(model, b, used.reset([0, 1])), forward(model, b, model.init_cache(2, 32)))
+    """B after A in the same row equals B in a fresh cache, bit for bit, and the neighbours do not notice."""
+    used = after(name, 9)
+    cleaned = used.reset([1, 3])
+    assert_bitwise(cleaned.take([1, 3]), empty_cache(name, 2))
+    assert_bitwise(cleaned.take([0, 2]), used.take([0, 2]))
+    other = np.asarray(random_tokens(ROWS, BUCKET, seed=4))
+    assert_bitwise(after(name, 5, cleaned, other).take([1, 3]), after(name, 5, None, other).take([1, 3]))
 
 
-@every_model
+@every_kind_of_cache
 def test_rows_join_and_leave_a_running_batch_R066(name):
-    """A prompt is prefilled alone, joins row 1 of a batch, decodes there, and leaves with what it would have had alone."""
-    model, tokens = build(name), random_tokens(3, 9)
-    running = forward(model, tokens[:2], model.init_cache(2, 32)).cache
-    alone = forward(model, tokens[2:, :5], model.init_cache(1, 32)).cache
-    joined = running.put([1], alone)
-    assert_bitwise(joined.take([1]), alone)
-    assert_bitwise(joined.take([0]), running.take([0]))
-    out = forward(model, jnp.stack([tokens[0, :1], tokens[2, 5:6]]), joined)
-    assert_close(out.logits[1, 0], forward(model, tokens).logits[2, 5])
-    assert_bitwise(out.cache.take([1, 0]).take([1]), out.cache.take([0]))
+    """A prefilled prompt takes over row 1, decodes among the others, and is what it would have been alone."""
+    running, prompts = after(name, 9), after(name, 5)
+    joined = running.put([1], prompts.take([3]))
+    assert_bitwise(joined.take([1]), prompts.take([3]))
+    assert_bitwise(joined.take([0, 2, 3]), running.take([0, 2, 3]))
+    rows, at = [0, 3, 2, 3], [9, 5, 9, 9]
+    out = forward(build(name), jnp.asarray(TOKENS[rows, at][:, None]), joined)
+    assert_close(out.logits[:, 0], reference(name)[rows, at])
+    np.testing.assert_array_equal(out.cache.length, [10, 6, 10, 10])
+
+
+@every_kind_of_cache
+def test_a_cache_is_its_leaves_and_their_structure_R058(name):
+    """Written to the host and rebuilt: turn 2 equals the one-shot prompt."""
+    leaves, treedef = jax.tree.flatten(after(name, 7))
+    rebuilt = jax.tree.unflatten(treedef, [jnp.asarray(np.asarray(leaf)) for leaf in leaves])
+    assert_close(next_logits(name, 7, rebuilt), reference(name)[:, 7])
 
 
 @pytest.mark.parametrize("rows", [[2], [-1], [0, 5]])
 def test_a_row_out_of_range_raises_R054(rows):
     cache = build("kimi_linear").init_cache(2, 8)
-    for use in (cache.take, cache.reset, lambda rows: cache.put(rows, cache.take([0] * len(rows)))):
+    for use in (cache.take, cache.reset, lambda rows: cache.put(rows, cache)):
         with pytest.raises(ValueError, match=r"rows must be in 0\.\.1"):
             use(rows)
 
@@ -83,34 +96,23 @@ def test_put_wants_one_different_row_each():
             cache.put(rows, cache)
 
 
-@every_model
-def test_cache_survives_flattening_R058(name):
-    """Leaves and structure are all there is: saved, rebuilt, turn 2 equals the one-shot prompt."""
-    model, tokens = build(name), random_tokens(1, 12)
-    leaves, treedef = jax.tree.flatten(forward(model, tokens[:, :7], model.init_cache(1, 32)).cache)
-    rebuilt = jax.tree.unflatten(treedef, [jnp.asarray(np.asarray(leaf)) for leaf in leaves])
-    assert_close(forward(model, tokens[:, 7:], rebuilt).logits, forward(model, tokens).logits[:, 7:])
-
-
 @pytest.mark.parametrize("name", ["gpt2", "kimi_linear"])
 def test_a_full_cache_says_so(name):
     """On the host in a sentence; inside jit, where nothing can be seen, the row turns NaN instead of forgetting quietly."""
-    model, tokens = build(name), random_tokens(2, 6)
-    cache = forward(model, tokens, model.init_cache(2, 8)).cache
-    assert cache.capacity == 8
-    with pytest.raises(ValueError, match="cache holds 8 tokens per row and this call would make 9"):
-        model(tokens[:, :3], cache=cache)
-    ids = jnp.array([[1, 1, 1], [1, 1, 0]])
-    out = forward(model, tokens[:, :3], cache, ids)
-    assert jnp.isnan(out.logits[0]).all()
-    assert jnp.isfinite(out.logits[1, :2]).all()
+    model, tokens = build(name), jnp.asarray(TOKENS[:, :BUCKET])
+    cache = forward(model, tokens, empty_cache(name))[1]
+    full = cache._replace(length=jnp.array([120, 117, 116, 12]))
+    assert cache.capacity == 128
+    with pytest.raises(ValueError, match="cache holds 128 tokens per row and this call would make 132"):
+        model(tokens, cache=full)
+    logits = forward(model, tokens, full).logits
+    np.testing.assert_array_equal(np.isnan(logits).all((1, 2)), [True, True, False, False])
 
 
 def test_a_model_without_attention_has_no_capacity():
-    model = build("gated_deltanet")
-    cache = model.init_cache(1, 1)
-    assert cache.capacity is None
-    assert jnp.isfinite(forward(model, random_tokens(1, 20), cache).logits).all()
+    assert empty_cache("mamba2").capacity is None
+    sizes = [[leaf.shape for leaf in jax.tree.leaves(build("mamba2").init_cache(1, max_len))] for max_len in (1, 1000)]
+    assert sizes[0] == sizes[1]
 
 
 def test_forward_refuses_what_does_not_fit():
@@ -131,7 +133,7 @@ def test_forward_refuses_what_does_not_fit():
 def test_gpt2_refuses_more_than_its_positions():
     """Where it can be seen a sentence; inside jit NaN, not the last position for all that follow."""
     model, tokens = build("gpt2"), random_tokens(1, 129)
-    with pytest.raises(ValueError, match="129 tokens.*n_positions 128"):
+    with pytest.raises(ValueError, match=r"129 tokens.*n_positions 128"):
         model(tokens)
     with pytest.raises(ValueError, match="n_positions"):
         model.init_cache(1, 129)

@@ -95,7 +95,7 @@ def test_layers_of_a_period_start_different():
 @pytest.mark.parametrize("remat", ["full", "dots"])
 def test_remat_changes_neither_loss_nor_gradients(remat):
     x = jax.random.normal(jax.random.key(1), (2, 5, 8))
-    run = lambda stack: jax.value_and_grad(lambda s: (s(x).x ** 2).mean())(stack)  # noqa: E731
+    run = lambda stack: jax.value_and_grad(lambda s: (s(x).x ** 2).mean())(stack)
     (loss, grads), (expected, expected_grads) = run(toy("babababc", remat)), run(toy("babababc"))
     assert jnp.allclose(loss, expected, rtol=1e-6)
     for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
@@ -104,7 +104,7 @@ def test_remat_changes_neither_loss_nor_gradients(remat):
 
 def test_program_does_not_grow_with_depth_R157():
     """48 layers of a 3:1 hybrid give the same program text as 12, but for the length of the scan."""
-    kinds = lambda layers: ["k0"] + ["m" if i % 4 == 3 else "k" for i in range(1, layers)]  # noqa: E731
+    kinds = lambda layers: ["k0"] + ["m" if i % 4 == 3 else "k" for i in range(1, layers)]
     x = jnp.ones((2, 5, 8))
     lines = [len(jax.jit(toy(kinds(layers)).__call__).lower(x).as_text().splitlines()) for layers in (12, 48)]
     assert lines[0] == lines[1]
@@ -112,7 +112,7 @@ def test_program_does_not_grow_with_depth_R157():
 
 @pytest.mark.slow
 def test_compile_time_does_not_grow_with_depth_R157():
-    kinds = lambda layers: ["k0"] + ["m" if i % 4 == 3 else "k" for i in range(1, layers)]  # noqa: E731
+    kinds = lambda layers: ["k0"] + ["m" if i % 4 == 3 else "k" for i in range(1, layers)]
 
     def seconds(layers):
         stack, x = toy(kinds(layers)), jnp.ones((2, 5, 8))
