@@ -23,7 +23,9 @@ from kda_jax.ops.decay import channel_products, channel_products_transpose, head
 from kda_jax.ops.triangular import HIGHEST, unit_lower_inverse
 
 # Tokens x heads that one scan step prepares together: enough to fill a device, small enough to stay in cache or on chip.
-GROUP_TOKEN_HEADS = 4096
+GROUP_TOKEN_HEADS = 1024
+# A group of fewer tokens compiles to other loops with other rounding: with this floor appending tokens never changes a bit before them.
+GROUP_TOKENS = 64
 
 
 class Terms(NamedTuple):
@@ -63,8 +65,8 @@ def chunkwise(
     """
     B, T = q.shape[:2]
     static = _Static(scale, chunk_size, HIGHEST if q.dtype.itemsize >= 4 else jax.lax.Precision.DEFAULT)
-    chunks = -(-T // chunk_size)
-    length = chunk_size * max(1, min(chunks, GROUP_TOKEN_HEADS // (B * v.shape[2] * chunk_size)))
+    most = max(1, GROUP_TOKENS // chunk_size, GROUP_TOKEN_HEADS // (B * v.shape[2] * chunk_size))
+    length = chunk_size * min(most, max(-(-T // chunk_size), -(-GROUP_TOKENS // chunk_size)))
     if g is not None and g.ndim == 3:
         g = g[..., None]
     if beta is not None:
@@ -158,19 +160,22 @@ def _prepare_transpose(static, heads, terms, saved, d):
 
 def _channel_transpose(static, heads, terms, q, k, tree, d):
     """A weight alpha_{j+1} ... alpha_i adds the same amount to every g between j and i. So g_t gets what rows i >= t gain through
-    decay minus what columns j >= t do: a sum from the chunk's end of q dq + k dk (as row) - k dk (as column).
+    decay minus what columns j >= t do: a sum from the chunk's end of q dq + k dk (as row) - k dk (as column); and what columns
+    before t carry out of the chunk.
     """
     prefix, suffix = tree[-1].prefix, tree[-1].suffix
     dq, dk_row, dk_column = d.q_in * prefix, d.k_in * prefix, d.k_out * suffix
-    to_end = jnp.sum(k * dk_column, axis=-2, keepdims=True)
+    leaving = k * dk_column
     rows, dproducts = ([q], [d.Aqk]) if d.Akk is None else ([q, k], [d.Aqk, d.Akk])
     (dq_inside, *dk_inside), dk = channel_products_transpose(
         dproducts, rows, k, tree, functools.partial(_dot, static), functools.partial(_t_dot, static)
     )
-    dq, dk_row, dk_column = dq + dq_inside, dk_row + sum(dk_inside), dk_column + dk
-    gained = q * dq + k * (dk_row - dk_column)
+    dq, dk_row = dq + dq_inside, dk_row + sum(dk_inside)
+    gained = q * dq + k * (dk_row - dk)
+    lower = _lower(static, gained)
+    dg = _sum(lower.mT, gained) + _sum(jnp.tril(lower, -1), leaving)
     diagonal = jnp.diagonal(d.Aqk, axis1=-2, axis2=-1)[..., None]  # no decay between a token and itself
-    return dq + diagonal * k, dk_row + dk_column + diagonal * q, _sum(_lower(static, gained).mT, gained) + to_end
+    return dq + diagonal * k, dk_row + dk_column + dk + diagonal * q, dg
 
 
 def _head_transpose(static, heads, terms, q, k, tree, weights, d):

@@ -37,6 +37,8 @@ def run(
     state = _zero_state(inputs, dtype) if initial_state is None else initial_state.astype(dtype)
     if segment_ids is not None:
         inputs = _with_boundaries(inputs, segment_ids)
+    if inputs.q.shape[1] == 0:
+        return RecurrenceOutput(jnp.zeros_like(inputs.v), state)
     run_chosen = _RUNNERS[choose(spec, inputs, implementation).chosen]
     o, state = run_chosen(spec, inputs, scale=K**-0.5 if scale is None else scale, initial_state=state, chunk_size=chunk_size)
     return RecurrenceOutput(o.astype(inputs.v.dtype), state)
@@ -56,14 +58,8 @@ def choose(spec: OpSpec, inputs: Inputs, implementation: str | None) -> Explanat
     if implementation is not None:
         if implementation in refused:
             raise NotImplementedError(f"{spec.name}: implementation {implementation!r} does not apply: {refused[implementation]}")
-        return Explanation(
-            spec.name,
-            implementation,
-            {
-                name: refused.get(name, "named by the caller" if name == implementation else "not named by the caller")
-                for name in IMPLEMENTATIONS
-            },
-        )
+        named = {name: "named by the caller" if name == implementation else "not named by the caller" for name in IMPLEMENTATIONS}
+        return Explanation(spec.name, implementation, named | refused)
     chosen = "scan" if T == 1 else "xla"
     reasons = {
         "scan": "one token: the step itself" if T == 1 else f"one token at a time over T = {T} is slower than chunks",
@@ -108,7 +104,10 @@ def run_scan(spec: OpSpec, inputs: Inputs, *, scale: float, initial_state: jax.A
     dtype = initial_state.dtype
 
     def body(state, token):
-        return spec.call(spec.step, Inputs(*token), state, scale=scale)
+        token = Inputs(*token)
+        if token.g is not None and "g" not in spec.arguments:  # an op without decay still forgets at the boundaries of a packed row
+            state = jnp.exp(token.g)[..., None, None] * state
+        return spec.step(state, *spec.arrays(token), scale=scale)
 
     tokens = jax.tree.map(lambda x: jnp.moveaxis(x.astype(dtype), 1, 0), tuple(inputs))
     state, o = jax.lax.scan(body, initial_state, tokens)

@@ -48,9 +48,9 @@ class OpSpec:
         """Names of the array arguments, in order."""
         return ("q", "k", "v") + (() if self.decays == ("none",) else ("g",)) + (("beta",) if self.delta else ())
 
-    def call(self, function: Callable, inputs: Inputs, *args, **keywords):
-        """function(*the arrays this op takes, ...)."""
-        return function(*args, *(getattr(inputs, name) for name in self.arguments), **keywords)
+    def arrays(self, inputs: Inputs) -> tuple[Array, ...]:
+        """The arrays that this op takes, in the order it takes them."""
+        return tuple(getattr(inputs, name) for name in self.arguments)
 
     def make_inputs(self, key: Array, *, B=2, T=100, H=2, HV=4, K=16, V=8, decay: Decay | None = None, dtype=jnp.float32) -> Inputs:
         """Ordinary random inputs: unit q and k, normal v, gates of about -1 nat, beta in (0, 1)."""

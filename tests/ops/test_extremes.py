@@ -42,7 +42,10 @@ def check(spec, problem, implementation):
 
 @pytest.mark.parametrize("kind", GATES)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize(("name", "decay"), [("kda", "channel"), ("gated_delta_rule", "head"), ("gated_linear_attention", "channel"), ("gated_linear_attention", "head")])
+@pytest.mark.parametrize(
+    ("name", "decay"),
+    [("kda", "channel"), ("gated_delta_rule", "head"), ("gated_linear_attention", "channel"), ("gated_linear_attention", "head")],
+)
 def test_gates(name, decay, implementation, kind):
     spec = ops.REGISTRY[name]
     problem = make_problem(spec, jax.random.key(0), B=1, T=T, H=1, HV=2, decay=decay)
@@ -114,7 +117,9 @@ def test_worked_examples(implementation):
     one = jnp.ones((1, 1, 1, 1))
     state = jnp.array([[1.0, 2.0], [3.0, 4.0]])[None, None]
     zero = jnp.zeros((1, 1, 1, 2))
-    out = ops.kda(zero, zero, zero, jnp.log(jnp.array([0.5, 0.25]))[None, None, None], one[..., 0], initial_state=state, implementation=implementation)
+    out = ops.kda(
+        zero, zero, zero, jnp.log(jnp.array([0.5, 0.25]))[None, None, None], one[..., 0], initial_state=state, implementation=implementation
+    )
     assert jnp.allclose(out.final_state[0, 0], jnp.array([[0.5, 1.0], [0.75, 1.0]]), atol=1e-7)
     out = ops.kda(one, one, 2 * one, jnp.log(0.5) * one, 0.5 * one[..., 0], initial_state=8 * one, implementation=implementation)
     assert float(out.final_state[0, 0, 0, 0]) == pytest.approx(3.0, abs=1e-6)

@@ -70,7 +70,10 @@ def test_chunk_size_changes_nothing(name, chunk_size):
 def test_same_structure_everywhere(spec, decay):
     """R064: one pytree structure, shape and dtype from every implementation."""
     inputs = spec.make_inputs(jax.random.key(0), T=5, decay=decay, dtype=jnp.bfloat16)
-    shapes = [jax.eval_shape(lambda *a, i=i: spec.call(getattr(ops, spec.name), Inputs(*a), implementation=i), *inputs) for i in (*IMPLEMENTATIONS, None)]
+    shapes = [
+        jax.eval_shape(lambda *a, i=i: getattr(ops, spec.name)(*spec.arrays(Inputs(*a)), implementation=i), *inputs)
+        for i in (*IMPLEMENTATIONS, None)
+    ]
     assert shapes[0] == shapes[1] == shapes[2]
     assert shapes[0].o.dtype == jnp.bfloat16
     assert shapes[0].final_state.dtype == jnp.float32
@@ -84,9 +87,9 @@ def test_step_is_the_definition(spec, decay):
     outputs = []
     for t in range(7):
         token = Inputs(*(None if x is None else x[:, t] for x in inputs))
-        state, o = spec.call(getattr(ops, f"{spec.name}_step"), token, state)
+        state, o = getattr(ops, f"{spec.name}_step")(state, *spec.arrays(token))
         outputs.append(o)
-    whole = spec.call(getattr(ops, spec.name), inputs, implementation="scan")
+    whole = getattr(ops, spec.name)(*spec.arrays(inputs), implementation="scan")
     testing.assert_close("o", jnp.stack(outputs, 1), whole.o, 1e-6)
     testing.assert_close("state", state, whole.final_state, 1e-6)
 

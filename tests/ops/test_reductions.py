@@ -22,26 +22,41 @@ class TestReductions:
     def test_kda_with_one_decay_per_head_is_gated_deltanet(self, inputs, implementation):
         q, k, v, g, beta = inputs
         constant = jnp.broadcast_to(g[..., :1], g.shape)
-        self.same(ops.kda(q, k, v, constant, beta, implementation=implementation), ops.gated_delta_rule(q, k, v, g[..., 0], beta, implementation=implementation))
+        self.same(
+            ops.kda(q, k, v, constant, beta, implementation=implementation),
+            ops.gated_delta_rule(q, k, v, g[..., 0], beta, implementation=implementation),
+        )
 
     def test_gated_deltanet_without_decay_is_deltanet(self, inputs, implementation):
         q, k, v, g, beta = inputs
-        self.same(ops.gated_delta_rule(q, k, v, 0 * g[..., 0], beta, implementation=implementation), ops.delta_rule(q, k, v, beta, implementation=implementation))
+        self.same(
+            ops.gated_delta_rule(q, k, v, 0 * g[..., 0], beta, implementation=implementation),
+            ops.delta_rule(q, k, v, beta, implementation=implementation),
+        )
 
     def test_gla_with_one_decay_per_head_is_mamba2(self, inputs, implementation):
         q, k, v, g, _ = inputs
         constant = jnp.broadcast_to(g[..., :1], g.shape)
-        self.same(ops.gated_linear_attention(q, k, v, constant, implementation=implementation), ops.gated_linear_attention(q, k, v, g[..., 0], implementation=implementation))
+        self.same(
+            ops.gated_linear_attention(q, k, v, constant, implementation=implementation),
+            ops.gated_linear_attention(q, k, v, g[..., 0], implementation=implementation),
+        )
 
     def test_gla_without_decay_is_linear_attention(self, inputs, implementation):
         q, k, v, g, _ = inputs
-        self.same(ops.gated_linear_attention(q, k, v, 0 * g, implementation=implementation), ops.linear_attention(q, k, v, implementation=implementation))
+        self.same(
+            ops.gated_linear_attention(q, k, v, 0 * g, implementation=implementation),
+            ops.linear_attention(q, k, v, implementation=implementation),
+        )
 
     def test_deltanet_on_orthonormal_keys_is_linear_attention(self, inputs, implementation):
         T = K = 16
         k = jnp.broadcast_to(jnp.linalg.qr(jax.random.normal(jax.random.key(1), (T, K)))[0][None, :, None], (2, T, 2, K))
         q, v = inputs.q[:, :T], inputs.v[:, :T]
-        self.same(ops.delta_rule(q, k, v, jnp.ones((2, T, 4)), implementation=implementation), ops.linear_attention(q, k, v, implementation=implementation))
+        self.same(
+            ops.delta_rule(q, k, v, jnp.ones((2, T, 4)), implementation=implementation),
+            ops.linear_attention(q, k, v, implementation=implementation),
+        )
 
     def test_kda_that_writes_nothing_only_decays(self, inputs, implementation):
         """beta = 0: the state is the initial state times the decay."""

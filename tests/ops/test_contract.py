@@ -1,0 +1,103 @@
+"""Arguments out of contract get one sentence that names them; explain tells what was chosen."""
+
+import doctest
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from kda_jax import ops
+
+
+@pytest.fixture(scope="module")
+def inputs():
+    return ops.REGISTRY["kda"].make_inputs(jax.random.key(0), T=4)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"q": lambda x: x[0]}, r"q has shape \(4, 2, 16\), expected \[B, T, H, K\]"),
+        ({"k": lambda x: x[:, :3]}, r"k has shape \(2, 3, 2, 16\)"),
+        ({"v": lambda x: x[:, :, :3]}, r"v has shape \(2, 4, 3, 8\), expected .*multiple of q's 2 heads"),
+        ({"g": lambda x: x[..., 0]}, r"g has shape \(2, 4, 4\), expected \(2, 4, 4, 16\)"),
+        ({"g": lambda x: -x}, "g is a log decay and must be <= 0"),
+        ({"beta": lambda x: x[..., None]}, r"beta has shape \(2, 4, 4, 1\)"),
+    ],
+)
+def test_wrong_arrays(inputs, change, words):
+    """R189."""
+    arrays = inputs._asdict() | {name: f(getattr(inputs, name)) for name, f in change.items()}
+    with pytest.raises(ValueError, match=f"kda: {words}"):
+        ops.kda(**arrays)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "words"),
+    [
+        ({"initial_state": jnp.zeros((2, 4, 8, 16))}, r"initial_state has shape \(2, 4, 8, 16\), expected \(2, 4, 16, 8\)"),
+        ({"segment_ids": jnp.zeros((2, 5), jnp.int32)}, r"segment_ids has shape \(2, 5\)"),
+        ({"segment_ids": jnp.zeros((2, 4))}, "segment_ids has dtype float32, expected integers"),
+        ({"chunk_size": 48}, "chunk_size is 48, expected a power of two"),
+        ({"implementation": "cuda"}, "implementation is 'cuda', expected None or one of scan, xla"),
+    ],
+)
+def test_wrong_keywords(inputs, keywords, words):
+    with pytest.raises(ValueError, match=f"kda: {words}"):
+        ops.kda(*inputs, **keywords)
+
+
+def test_gates_check_their_arguments():
+    x = jnp.zeros((1, 2, 3, 4))
+    with pytest.raises(ValueError, match=r"kda_gate: A_log has shape \(4,\), expected one value per head, \(3,\)"):
+        ops.kda_gate(x, jnp.zeros(4), jnp.zeros((3, 4)))
+    with pytest.raises(ValueError, match=r"kda_gate: lower_bound is -9.0, expected None or a number in \[-5, 0\)"):
+        ops.kda_gate(x, jnp.zeros(3), jnp.zeros((3, 4)), lower_bound=-9.0)
+    with pytest.raises(ValueError, match="gdn_gate: x has shape"):
+        ops.gdn_gate(x, jnp.zeros(3), jnp.zeros(3))
+
+
+def test_a_named_implementation_is_that_one_or_an_error(inputs):
+    with pytest.raises(NotImplementedError, match="kda: implementation 'pallas_gpu' does not apply: "):
+        ops.kda(*inputs, implementation="pallas_gpu")
+
+
+def test_explain(inputs, capsys):
+    explanation = ops.explain(ops.kda, *inputs)
+    assert explanation.chosen == "xla"
+    assert set(explanation.reasons) == {"scan", "xla", "pallas_tpu", "pallas_gpu"}
+    assert capsys.readouterr().out.strip() == str(explanation)
+    with pytest.raises(ValueError, match="no recurrence is named 'attention'"):
+        ops.explain("attention")
+    with pytest.raises(ValueError, match=r"kda takes 5 arrays \(q, k, v, g, beta\), got 1"):
+        ops.explain("kda", inputs.q)
+
+
+def test_gate_values():
+    """R006: two gate forms, two functions; and gates far in the tail keep their relative accuracy."""
+    zero = jnp.zeros((1, 1, 1, 1))
+    assert float(ops.kda_gate(zero, jnp.zeros(1), jnp.zeros((1, 1)))[0, 0, 0, 0]) == pytest.approx(-0.693147, abs=1e-6)
+    assert float(ops.kda_gate(zero, jnp.zeros(1), jnp.zeros((1, 1)), lower_bound=-5.0)[0, 0, 0, 0]) == -2.5
+    tail = ops.gdn_gate(jnp.full((1, 1, 1), -40.0), jnp.zeros(1), jnp.zeros(1))
+    assert float(tail[0, 0, 0]) == pytest.approx(-4.248354e-18, rel=1e-5)
+    low = ops.kda_gate(jnp.full((1, 1, 1, 1), 3.0, jnp.bfloat16), jnp.zeros(1), jnp.zeros((1, 1)))
+    assert low.dtype == jnp.float32
+
+
+def test_logits_entry_is_the_separate_functions():
+    keys = jax.random.split(jax.random.key(0), 7)
+    q, k = (jax.random.normal(key, (1, 9, 2, 8)) for key in keys[:2])
+    v, x = jax.random.normal(keys[2], (1, 9, 4, 6)), jax.random.normal(keys[3], (1, 9, 4, 8))
+    logits, A_log, dt_bias = jax.random.normal(keys[4], (1, 9, 4)), jax.random.normal(keys[5], (4,)), jax.random.normal(keys[6], (4, 8))
+    unit = lambda x: x / jnp.sqrt(jnp.sum(x * x, -1, keepdims=True) + 1e-6)
+    for bound in (None, -5.0):
+        whole = ops.kda_from_logits(q, k, v, x, logits, A_log, dt_bias, lower_bound=bound)
+        parts = ops.kda(unit(q), unit(k), v, ops.kda_gate(x, A_log, dt_bias, bound), jax.nn.sigmoid(logits))
+        assert jnp.allclose(whole.o, parts.o, rtol=1e-5, atol=1e-6)
+
+
+def test_docstring_examples_run():
+    for name, module in sorted(sys.modules.items()):
+        if name.startswith("kda_jax.ops"):
+            assert doctest.testmod(module, optionflags=doctest.ELLIPSIS).failed == 0, name
