@@ -46,7 +46,7 @@ def short_conv(
     Raises:
         ValueError: a shape that does not fit, or an unknown activation.
 
-    Numerics: the sum and the activation are float32, rounded once. Outputs of any split of a sequence equal the whole bit for bit.
+    Numerics: the sum and the activation are float32, rounded once.
 
     Example:
         >>> y, history = short_conv(jnp.ones((1, 3, 2)), jnp.ones((2, 4)), activation=None)

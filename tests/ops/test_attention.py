@@ -3,9 +3,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kda_jax.ops.attention import BLOCK, attention
+from kda_jax.ops.attention import BLOCK
+from kda_jax.ops.attention import attention as eager_attention
 from kda_jax.ops.mla import mla
 
+attention = jax.jit(eager_attention, static_argnames="scale")
 H, HK, K, V = 6, 3, 8, 5
 
 
@@ -67,7 +69,7 @@ def test_R033_packed_and_padded_rows():
 
 def test_padding_gets_exactly_zero_gradient_and_never_nan():
     ids = jnp.array([[-1, -1, 1, 1], [-1, -1, -1, -1]])
-    gradients = jax.grad(lambda *qkv: jnp.sum(attention(*qkv, segment_ids=ids)), argnums=(0, 1, 2))(*qkv(2, 4))
+    gradients = jax.jit(jax.grad(lambda *qkv: jnp.sum(attention(*qkv, segment_ids=ids)), argnums=(0, 1, 2)))(*qkv(2, 4))
     for g in gradients:
         assert np.all(np.isfinite(g))
         np.testing.assert_array_equal(g[0, :2], 0)
@@ -148,13 +150,16 @@ def test_R072_absorbed_equals_expanded_at_the_same_scale(T):
     shapes = (2, T, heads, N), (2, T, heads, P), (2, T, R + P), (R, heads, N), (R, heads, width)
     q_nope, q_rope, latent, w_uk, w_uv = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
     scale = (N + P) ** -0.5
-    o = mla(jnp.einsum("bthn,rhn->bthr", q_nope, w_uk), q_rope, latent, scale=scale)
-    absorbed = jnp.einsum("bthr,rhv->bthv", o, w_uv)
+
+    @jax.jit
+    def absorbed(q_nope, q_rope, latent, w_uk, w_uv):
+        o = mla(jnp.einsum("bthn,rhn->bthr", q_nope, w_uk), q_rope, latent, scale=scale)
+        return jnp.einsum("bthr,rhv->bthv", o, w_uv)
 
     c, k_rope = latent[..., :R], jnp.broadcast_to(latent[:, :, None, R:], (2, T, heads, P))
-    k = jnp.concatenate([jnp.einsum("btr,rhn->bthn", c, w_uk), k_rope], axis=-1)
-    expanded = attention(jnp.concatenate([q_nope, q_rope], axis=-1), k, jnp.einsum("btr,rhv->bthv", c, w_uv), scale=scale)
-    np.testing.assert_allclose(absorbed, expanded, rtol=1e-4, atol=1e-5)
+    k = np.concatenate([np.einsum("btr,rhn->bthn", c, w_uk), k_rope], axis=-1)
+    expanded = direct(np.concatenate([q_nope, q_rope], axis=-1), k, np.einsum("btr,rhv->bthv", c, w_uv), causal(T), scale)
+    np.testing.assert_allclose(absorbed(q_nope, q_rope, latent, w_uk, w_uv), expanded, rtol=1e-4, atol=1e-5)
 
 
 def test_mla_latent_width_is_checked():

@@ -93,9 +93,11 @@ def test_R090_a_local_share_of_the_experts_gives_its_slice():
     weights = weights_of(8, D, F)
     sizes = jnp.array([5, 0, 9, 1, 0, 12, 40, 0], jnp.int32)
     rows = jax.random.normal(jax.random.key(0), (int(sizes.sum()), D))
-    full = grouped_mlp(rows, sizes, weights)
+    full = jax.jit(grouped_mlp)(rows, sizes, weights)
     mine = jnp.zeros_like(rows).at[:52].set(rows[15:])
-    np.testing.assert_allclose(grouped_mlp(mine, sizes[4:], tuple(w[4:] for w in weights))[:52], full[15:], rtol=1e-6, atol=1e-6)
+    local = jax.jit(grouped_mlp)(mine, sizes[4:], tuple(w[4:] for w in weights))
+    np.testing.assert_allclose(local[:52], full[15:], rtol=1e-6, atol=1e-6)
+    np.testing.assert_array_equal(local[52:], 0)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -116,7 +118,7 @@ def test_R088_expert_number_e_uses_weights_e():
     w = jnp.arange(1.0, E + 1)[:, None, None] * jnp.eye(D)
     routing = Routing(jnp.arange(E, dtype=jnp.int32)[:, None], jnp.ones((E, 1)))
     eye, ones = jnp.broadcast_to(jnp.eye(D), (E, D, D)), jnp.ones((E, D))
-    y = experts(ones, routing, eye, jnp.zeros((E, D, D)), w, activation=lambda gate, up: gate)
+    y = jax.jit(functools.partial(experts, activation=lambda gate, up: gate))(ones, routing, eye, jnp.zeros((E, D, D)), w)
     np.testing.assert_array_equal(y, np.arange(1, E + 1)[:, None] * np.ones((E, D)))
 
 
@@ -126,14 +128,16 @@ def test_R097_896_experts_forward_and_backward():
     x = jax.random.normal(jax.random.key(1), (4, D))
     routing = route(logits, top_k=top_k, renormalize=True, scaling_factor=1.0)
     weights = weights_of(E, D, F)
-    y, pullback = jax.vjp(lambda w: experts(x, routing, *w), weights)
-    direct = 0
-    for j in range(top_k):
-        w1, w3, w2 = (w[routing.experts[:, j]] for w in weights)
-        h = swiglu(jnp.einsum("nd,ndf->nf", x, w1), jnp.einsum("nd,ndf->nf", x, w3))
-        direct += routing.weights[:, j, None] * jnp.einsum("nf,nfd->nd", h, w2)
-    np.testing.assert_allclose(y, direct, rtol=1e-4, atol=1e-5)
-    (d_weights,) = pullback(jnp.ones_like(y))
+
+    @jax.jit
+    def run(weights):
+        y, pullback = jax.vjp(lambda w: experts(x, routing, *w), weights)
+        return y, pullback(jnp.ones_like(y))[0]
+
+    y, d_weights = run(weights)
+    w1, w3, w2 = (np.asarray(w)[np.asarray(routing.experts)] for w in weights)  # [N, k, ...]
+    h = swiglu(*(jnp.asarray(np.einsum("nd,nkdf->nkf", x, w)) for w in (w1, w3)))
+    np.testing.assert_allclose(y, np.einsum("nk,nkf,nkfd->nd", routing.weights, h, w2), rtol=1e-4, atol=1e-5)
     used = np.isin(np.arange(E), routing.experts)
     for dw in d_weights:
         assert np.all(np.isfinite(dw))
