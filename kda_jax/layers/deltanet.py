@@ -72,7 +72,8 @@ class DeltaNet(nnx.Module):
 
     def gate(self, x: Float[Array, "B T D"]) -> Float[Array, "B T H"]:
         """beta, float32."""
-        return jax.nn.sigmoid(self.b_proj(x).astype(jnp.float32))
+        logits = self.b_proj(x)
+        return jax.nn.sigmoid(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)))
 
     def output(self, o: Float[Array, "B T H V"]) -> Float[Array, "B T D"]:
         return self.o_proj(self.o_norm(o).reshape(*o.shape[:2], -1))

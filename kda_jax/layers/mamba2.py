@@ -84,8 +84,9 @@ class Mamba2(nnx.Module):
 
     def gates(self, dt: Float[Array, "B T HV"]) -> tuple[Float[Array, "B T HV"], Float[Array, "B T HV"]]:
         """Time step Delta and log decay Delta A, float32."""
-        delta = jax.nn.softplus(dt.astype(jnp.float32) + self.dt_bias[...])
-        return delta, ops.gdn_gate(dt, self.A_log[...], self.dt_bias[...])
+        wide = jnp.promote_types(dt.dtype, jnp.float32)
+        delta = jax.nn.softplus(dt.astype(wide) + self.dt_bias[...].astype(wide))
+        return delta, -jnp.exp(self.A_log[...].astype(wide)) * delta
 
     def output(self, o: Float[Array, "B T HV P"], x: Float[Array, "B T HV P"], z: Float[Array, "B T I"]) -> Float[Array, "B T D"]:
         wide = jnp.promote_types(o.dtype, jnp.float32)
