@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.tpu import decay as D
 from pallas_kernels.tpu.forward import Step, call, load_step, pack_inputs
-from pallas_kernels.tpu.pack import HeadDecays, Prepared, head_decays, interleave, prepare, rows, scores
+from pallas_kernels.tpu.pack import HeadDecays, Prepared, head_decays, interleave, prepare, rows, scores, times_diagonal
 from pallas_kernels.tpu.plan import STRIP, TINY, Plan, causal_masks, dot, split_rows, to_block, to_lanes
 
 
@@ -79,7 +79,7 @@ def values(plan: Plan, refs, step: Step, do, ready: Prepared, score: D.Scores, h
         y = rows(v)
     do = rows([do[h].astype(jnp.float32) * plan.scale for h in heads])
     carried = [dot(plan, rows(op.tail), refs["dinitial"][0, h], (1, 1)) for op, h in zip(ready.operands, heads, strict=True)]
-    dy = dot(plan, score.qk, do, (0, 0)) + rows(carried)
+    dy = dot(plan, score.qk, do, (0, 0)) + times_diagonal(plan, ready, do) + rows(carried)
     yield
     block, _ = causal_masks(plan)
     tall = None if step.cut is None else rows([step.cut.matrix] * plan.pack)
@@ -126,9 +126,8 @@ def backward_pack(plan: Plan, refs, step: Step, do, heads: list[int]) -> Generat
     q, k = ([x.astype(jnp.float32) for x in xs] for xs in (q, k))
     ready, pull = jax.vjp(functools.partial(prepare, plan, refs, step.cut), q, k, g)
     yield
-    channel = plan.decay in ("channel", "bounded")
     raw = None
-    if channel:
+    if plan.channel:
         score = scores(plan, ready, step.cut, False)
     else:
         raw = D.raw_scores(plan, ready.q, ready.k, plan.delta and plan.decay == "head")
@@ -140,8 +139,8 @@ def backward_pack(plan: Plan, refs, step: Step, do, heads: list[int]) -> Generat
     d_state_operands = state_gradients(plan, refs, ready, val, heads)
     yield
     d_matrix = None
-    if channel:
-        d_operands, dq, dk = D.channel_score_gradients(plan, ready.operands, ready.q, ready.k, val.d_scores)
+    if plan.channel:
+        d_operands, dq, dk = D.channel_score_gradients(plan, ready.operands, val.d_scores), [], []
         d_operands = [
             s._replace(q_row=o.q_row, k_row=o.k_row, columns=o.columns, levels=o.levels)
             for s, o in zip(d_state_operands, d_operands, strict=True)
@@ -150,7 +149,8 @@ def backward_pack(plan: Plan, refs, step: Step, do, heads: list[int]) -> Generat
         d_operands = d_state_operands
         d_matrix, dq, dk = scalar_score_gradients(plan, ready, raw, val.d_scores)
     yield
-    dq, dk, dg = pull(Prepared(dq, dk, d_operands, d_matrix))
+    d_diagonal = split_rows(jnp.sum(val.do * val.y, -1, keepdims=True), plan.C) if plan.channel else []
+    dq, dk, dg = pull(Prepared(d_operands, dq, dk, d_matrix, d_diagonal))
     return Gradients(dq, dk, dv, dg, dbeta)
 
 

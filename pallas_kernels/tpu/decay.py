@@ -16,6 +16,7 @@ from jax import lax
 
 from pallas_kernels.tpu.plan import STRIP, Plan, causal_masks, dot, exp2, split_rows, spread, sums, to_lanes
 
+SHIFT = 2.0**57  # centres the factors of a bounded strip (2^-115 .. 1 and its inverse): small gradients times them do not underflow
 HALVES = (1, 2, 4, 8)  # half block sizes of the binary hierarchy below a strip
 
 
@@ -26,7 +27,7 @@ class Operands(NamedTuple):
     k_state: list[jax.Array] | None  # keys as they read it (delta rule)
     tail: list[jax.Array]  # keys as they write to the state at the chunk's end
     total: jax.Array | None  # [1, K] or [1, 1], what remains of the state
-    q_row: list[jax.Array]  # queries and keys decayed since their strip began
+    q_row: list[jax.Array]  # queries and keys decayed since their strip began; bounded: times SHIFT, and columns divided by it
     k_row: list[jax.Array] | None
     columns: list[
         list[jax.Array]
@@ -35,7 +36,9 @@ class Operands(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Decayed products of a pack: q_i . k_j for i >= j in block form [N, N], k_i . k_j for i > j in lane form [C, N] (delta rule)."""
+    """Decayed products of a pack: q_i . k_j in block form [N, N], k_i . k_j for i > j in lane form [C, N] (delta rule).
+
+    q . k has its diagonal for kinds "none" and "head"; under channel decays it is kept apart, exact."""
 
     qk: jax.Array
     kk: jax.Array | None
@@ -49,7 +52,7 @@ def decay_constants(plan: Plan) -> dict[str, np.ndarray]:
     matrices = {}
     if plan.decay == "head" or plan.reset:
         matrices = {"prefix": u <= t, "suffix": u > t}
-    if plan.decay in ("channel", "bounded"):
+    if plan.channel:
         strip = t // STRIP == u // STRIP
         rows = [strip & (u <= t), strip & (u > t)]
         if plan.decay == "channel":
@@ -65,21 +68,25 @@ def channel_operands(plan: Plan, local: tuple[jax.Array, jax.Array], q: jax.Arra
     B, bounded = plan.C // STRIP, plan.decay == "bounded"
     strips = split_rows(sums(plan, *local, g), STRIP)
     log_prefix, log_suffix = strips[:B], strips[B : 2 * B]
-    prefix = [exp2(e) for e in log_prefix]  # decay of the strip's rows up to and including this one
-    suffix = [exp2(e) for e in log_suffix]  # decay of the strip's rows after this one
+    shift = SHIFT if bounded else 1.0
+    prefix = [exp2(e, shift) for e in log_prefix]  # decay of the strip's rows up to and including this one
+    suffix = [exp2(e, 1 / shift) for e in log_suffix]  # decay of the strip's rows after this one
     qs, ks = split_rows(q, STRIP), split_rows(k, STRIP)
     q_row = [x * p for x, p in zip(qs, prefix, strict=True)]
     k_row = [x * p for x, p in zip(ks, prefix, strict=True)] if plan.delta else None
-    before, columns, current = None, [], []
+    before, columns, current = jnp.full((1, plan.K), 1 / shift, jnp.float32), [], []
     q_state, k_state = [], [] if plan.delta else None
     for b in range(B):
-        whole = prefix[b][STRIP - 1 :]
-        columns.append(current + ([ks[b] * exp2(-log_prefix[b])] if bounded else []))
+        whole = exp2(log_prefix[b][STRIP - 1 :])
+        columns.append(current + ([ks[b] * exp2(-log_prefix[b], 1 / shift)] if bounded else []))
         current = [c * whole for c in current] + [ks[b] * suffix[b]]
-        q_state.append(q_row[b] if b == 0 else q_row[b] * before)
+        untouched = b == 0 and not bounded
+        q_state.append(q_row[b] if untouched else q_row[b] * before)
         if plan.delta:
-            k_state.append(k_row[b] if b == 0 else k_row[b] * before)
-        before = whole if b == 0 else before * whole
+            k_state.append(k_row[b] if untouched else k_row[b] * before)
+        before = before * whole
+    if bounded:
+        current, before = [c * SHIFT for c in current], before * SHIFT
     levels = []
     for n in range(0 if bounded else len(HALVES)):
         factor = exp2(jnp.concatenate(strips[(2 + n) * B : (3 + n) * B], 0))
@@ -138,12 +145,12 @@ def strip_columns(plan: Plan, operands: list[Operands], b: int) -> jax.Array:
     return jnp.concatenate(rows, 0)
 
 
-def channel_scores(plan: Plan, operands: list[Operands], q: list[jax.Array], k: list[jax.Array], kk: bool) -> Scores:
-    """Masked scores of a pack under channel decays, q and k [C, K] float32 undecayed.
+def channel_scores(plan: Plan, operands: list[Operands], kk: bool) -> Scores:
+    """Masked scores of a pack under channel decays.
 
     Strip by strip: the rows of strip b meet the earlier strips' keys decayed to the start of b. Inside a strip the bounded kind divides by
     the prefix; the general kind pairs the halves of every 2, 4, 8 and 16 rows (a row of the later half carries the decay since that half
-    began, a key of the earlier one the decay to that half's end), and takes the diagonal from the undecayed vectors.
+    began, a key of the earlier one the decay to that half's end).
     """
     P, B, kinds = plan.pack, plan.C // STRIP, 1 + kk
     q_rows, k_rows = [[] for _ in range(P)], [[] for _ in range(P)]
@@ -165,17 +172,14 @@ def channel_scores(plan: Plan, operands: list[Operands], q: list[jax.Array], k: 
         level = raw_scores(plan, *(list(x) for x in zip(*[op.levels[n] for op in operands], strict=True)), kk)
         qk = jnp.where(level_mask(plan, s, plan.N), level.qk, qk)
         kk_lanes = jnp.where(level_mask(plan, s, plan.C), level.kk, kk_lanes) if kk else None
-    diagonal = raw_scores(plan, q, k, False).qk
-    return Scores(jnp.where(level_mask(plan, 0, plan.N), diagonal, qk), kk_lanes)
+    return Scores(qk, kk_lanes)
 
 
 def level_mask(plan: Plan, half: int, rows: int) -> jax.Array:
-    """[rows, N] boolean: pairs (later half, earlier half) of the same block of 2 * half rows; half 0: the diagonal."""
+    """[rows, N] boolean: pairs (later half, earlier half) of the same block of 2 * half rows."""
     i, j = (lax.broadcasted_iota(jnp.int32, (rows, plan.N), d) for d in (0, 1))
     if rows == plan.C:
         j = j & (plan.C - 1)
-    if half == 0:
-        return i == j
     shift = half.bit_length() - 1
     return ((i >> shift) == (j >> shift) + 1) & ((i >> shift + 1) == (j >> shift + 1))
 
@@ -186,11 +190,8 @@ def score_gradients(plan: Plan, rows: jax.Array, columns: jax.Array, d: jax.Arra
     return dot(plan, d, columns), dot(plan, d, rows, (0, 0))
 
 
-def channel_score_gradients(plan: Plan, operands: list[Operands], q, k, d: jax.Array) -> tuple[list[Operands], list, list]:
-    """d [N or 2N, N]: gradients of masked q . k over those of k . k, block form.
-
-    Returns the operands' gradients (state operands left None) and the gradients of the undecayed q and k.
-    """
+def channel_score_gradients(plan: Plan, operands: list[Operands], d: jax.Array) -> list[Operands]:
+    """d [N or 2N, N], masked: gradients of q . k over those of k . k, block form. State operands are left None."""
     P, B, N, C = plan.pack, plan.C // STRIP, plan.N, plan.C
     kinds = 1 + plan.delta
     out = [Operands(None, None, None, None, [], [] if plan.delta else None, [], []) for _ in range(P)]
@@ -210,28 +211,14 @@ def channel_score_gradients(plan: Plan, operands: list[Operands], q, k, d: jax.A
             if plan.delta:
                 o.k_row.append(d_rows[(kinds * p + 1) * STRIP :][:STRIP])
             o.columns.append([d_columns[p * C + a * STRIP :][:STRIP] for a in range(len(operands[p].columns[b]))])
-    if plan.decay == "bounded":
-        return out, [], []
-    return out, *hierarchy_gradients(plan, operands, q, k, d, out)
-
-
-def hierarchy_gradients(plan: Plan, operands, q, k, d, out: list[Operands]) -> tuple[list, list]:
-    """Fills in the gradients of the levels; returns those of the undecayed q and k, which make the diagonal."""
-    heads = [slice(p * plan.C, (p + 1) * plan.C) for p in range(plan.pack)]
-    later = [slice(plan.N + s.start, plan.N + s.stop) for s in heads]
-    for n, s in enumerate((*HALVES, 0)):
-        qs, ks = (q, k) if s == 0 else ([op.levels[n][i] for op in operands] for i in (0, 1))
-        both = plan.delta and s > 0
-        mask = level_mask(plan, s, plan.N)
-        part = jnp.where(mask, d[: plan.N], 0.0)
-        if both:
-            part = jnp.concatenate([part, jnp.where(mask, d[plan.N :], 0.0)], 0)
-        d_rows, d_keys = score_gradients(plan, jnp.concatenate(qs + ks if both else qs, 0), jnp.concatenate(ks, 0), part)
-        d_q, d_k = [d_rows[h] for h in heads], [d_keys[h] for h in heads]
-        if both:
-            d_k = [x + d_rows[h] for x, h in zip(d_k, later, strict=True)]
-        if s == 0:
-            return d_q, d_k
+    for n, s in enumerate(() if plan.decay == "bounded" else HALVES):
+        q, k = ([op.levels[n][i] for op in operands] for i in (0, 1))
+        mask = level_mask(plan, s, N)
+        part = jnp.concatenate([jnp.where(mask, d[i * N : (i + 1) * N], 0.0) for i in range(kinds)], 0)
+        d_rows, d_keys = score_gradients(plan, jnp.concatenate((q + k)[: kinds * P], 0), jnp.concatenate(k, 0), part)
+        d_q, d_k = split_rows(d_rows[:N], C), split_rows(d_keys, C)
+        if plan.delta:
+            d_k = [x + y for x, y in zip(d_k, split_rows(d_rows[N:], C), strict=True)]
         for o, a, b in zip(out, d_q, d_k, strict=True):
             o.levels.append((a, b))
-    raise AssertionError("the hierarchy ends with the diagonal")
+    return out

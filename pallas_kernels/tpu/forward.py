@@ -11,7 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.tpu.decay import decay_constants
 from pallas_kernels.tpu.inverse import inverse
-from pallas_kernels.tpu.pack import Cut, HeadDecays, Logits, head_decays, interleave, prepare, rows, scores, sequence_cut
+from pallas_kernels.tpu.pack import Cut, HeadDecays, Logits, head_decays, interleave, prepare, rows, scores, sequence_cut, times_diagonal
 from pallas_kernels.tpu.plan import TINY, Plan, constants, dot, spread, to_block
 
 VMEM_BYTES = 60 * 2**20  # of 64 MiB per core on v5p and tpu7x, 128 MiB on v5e and v6e
@@ -31,10 +31,9 @@ class Step(NamedTuple):
 
 def load_step(plan: Plan, refs) -> Step:
     """Turns the step's [C, heads, width] blocks heads-first."""
-    channel = plan.decay in ("channel", "bounded")
     return Step(
         *(jnp.swapaxes(refs[n][0], 0, 1) for n in "qkv"),
-        jnp.swapaxes(refs["g"][0], 0, 1) if channel else None,
+        jnp.swapaxes(refs["g"][0], 0, 1) if plan.channel else None,
         head_decays(plan, refs, refs["g"][0, 0].astype(jnp.float32)) if plan.decay == "head" else None,
         refs["beta"][0, 0].astype(jnp.float32) if plan.delta else None,
         sequence_cut(plan, refs, refs["reset"][0, 0]) if plan.reset else None,
@@ -83,7 +82,7 @@ def forward_pack(plan: Plan, refs, step: Step, heads: list[int]) -> Generator[No
         yield
     else:
         y = rows(v)
-    inner = dot(plan, score.qk, y)
+    inner = dot(plan, score.qk, y) + times_diagonal(plan, ready, y)
     for p, (h, op) in enumerate(zip(heads, ready.operands, strict=True)):
         update = dot(plan, y[p * C : (p + 1) * C], rows(op.tail), (0, 0))
         state[0, h] = (state[0, h] if op.total is None else state[0, h] * op.total) + update
@@ -117,7 +116,7 @@ def block_specs(plan: Plan, chunk) -> dict[str, pl.BlockSpec]:
     column = pl.BlockSpec((1, 1, C, heads), lambda b, s, t: (b, s, chunk(t), 0))
     state = pl.BlockSpec((1, heads, plan.V, plan.K), lambda b, s, t: (b, s, 0, 0))
     query, value = token(heads // plan.group, plan.K), token(heads, plan.V)
-    decay = token(heads, plan.K) if plan.decay in ("channel", "bounded") else column
+    decay = token(heads, plan.K) if plan.channel else column
     states = pl.BlockSpec((1, 1, heads, plan.V, plan.K), lambda b, s, t: (b, chunk(t), s, 0, 0))
     inverse = pl.BlockSpec((1, 1, heads // plan.pack, C, plan.N), lambda b, s, t: (b, chunk(t), s, 0, 0))
     return {

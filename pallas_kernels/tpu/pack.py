@@ -34,12 +34,13 @@ class Cut(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """A pack's q and k where the scores need them undecayed (normalised), its operands, and the decay matrix [C, N] of kind "head"."""
+    """A pack as its scores need it."""
 
-    q: list[jax.Array]
-    k: list[jax.Array]
     operands: list[D.Operands]
-    matrix: jax.Array | None
+    q: list[jax.Array]  # undecayed (normalised) q and k: kinds "none" and "head"
+    k: list[jax.Array]
+    matrix: jax.Array | None  # decay matrix [C, N] of kind "head"
+    diagonal: list[jax.Array]  # q . k of each token [C, 1]: decays per channel
 
 
 def head_decays(plan: Plan, constant, g: jax.Array) -> HeadDecays:
@@ -71,22 +72,23 @@ def prepare(plan: Plan, constant, cut: Cut | None, q: list[jax.Array], k: list[j
     """q, k: lists of [C, K]; g: list of [C, K] natural log decays, Logits, HeadDecays or None. Differentiable."""
     if plan.normalize:
         q, k = ([l2_normalize(x.astype(jnp.float32)) for x in xs] for xs in (q, k))
-    if plan.decay in ("channel", "bounded"):
+    if plan.channel:
         local = constant["local"][...], constant["local_t"][...]
         q, k = ([x.astype(jnp.float32) for x in xs] for xs in (q, k))
         operands = [
             D.channel_operands(plan, local, qi, ki, log2_decay(log_decay(plan, gi)), cut) for qi, ki, gi in zip(q, k, g, strict=True)
         ]
-        return Prepared(q, k, operands, None) if plan.decay == "channel" else Prepared([], [], operands, None)
+        return Prepared(operands, [], [], None, [jnp.sum(qi * ki, -1, keepdims=True) for qi, ki in zip(q, k, strict=True)])
     if plan.decay == "none":
-        return Prepared(q, k, [D.scalar_operands(plan, qi, ki, None, None) for qi, ki in zip(q, k, strict=True)], None)
+        return Prepared([D.scalar_operands(plan, qi, ki, None, None) for qi, ki in zip(q, k, strict=True)], q, k, None, [])
     operands = [D.scalar_operands(plan, qi, ki, gi.prefix, gi.suffix) for qi, ki, gi in zip(q, k, g, strict=True)]
-    return Prepared(q, k, operands, D.head_matrix(plan, (constant["prefix"][...], constant["prefix_t"][...]), [gi.log for gi in g]))
+    matrix = D.head_matrix(plan, (constant["prefix"][...], constant["prefix_t"][...]), [gi.log for gi in g])
+    return Prepared(operands, q, k, matrix, [])
 
 
 def scores(plan: Plan, ready: Prepared, cut: Cut | None, kk: bool) -> D.Scores:
-    if plan.decay in ("channel", "bounded"):
-        out = D.channel_scores(plan, ready.operands, ready.q, ready.k, kk)
+    if plan.channel:
+        out = D.channel_scores(plan, ready.operands, kk)
         return out if cut is None else D.Scores(out.qk * rows([cut.matrix] * plan.pack), out.kk * cut.matrix if kk else None)
     return D.scalar_scores(plan, ready.q, ready.k, ready.matrix, kk)
 
@@ -106,6 +108,13 @@ def interleave(tasks: list[Generator]) -> list:
                 results[i] = end.value
                 running.remove(i)
     return results
+
+
+def times_diagonal(plan: Plan, ready: Prepared, x: jax.Array) -> jax.Array:
+    """The diagonal of q . k times x [N, V], where the scores do not hold it; else zero."""
+    if not ready.diagonal:
+        return 0.0
+    return rows([d * x[p * plan.C : (p + 1) * plan.C].astype(jnp.float32) for p, d in enumerate(ready.diagonal)])
 
 
 def rows(parts: list[jax.Array]) -> jax.Array:

@@ -47,6 +47,11 @@ class Plan:
         return self.pack * self.C
 
     @property
+    def channel(self) -> bool:
+        """Decays per channel: the diagonal of the scores, which no decay touches, is kept apart."""
+        return self.decay in ("channel", "bounded")
+
+    @property
     def operand(self):
         return jnp.float32 if self.exact else jnp.bfloat16
 
@@ -82,13 +87,13 @@ sums.defvjp(
 )
 
 
-@jax.custom_vjp
-def exp2(x: jax.Array) -> jax.Array:
-    """2**x, with the gradient taken to log decays in base e, as users give them: d/dg e^g = e^g."""
-    return jnp.exp2(x)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def exp2(x: jax.Array, factor: float = 1.0) -> jax.Array:
+    """2**x times a power of two, with the gradient taken to log decays in base e, as users give them: d/dg e^g = e^g."""
+    return jnp.exp2(x) if factor == 1.0 else jnp.exp2(x) * factor
 
 
-exp2.defvjp(lambda x: (jnp.exp2(x),) * 2, lambda y, d: (d * y,))
+exp2.defvjp(lambda x, factor: (exp2(x, factor),) * 2, lambda factor, y, d: (d * y,))
 
 
 @jax.custom_vjp
@@ -138,9 +143,11 @@ def spread(plan: Plan, columns: list[jax.Array]) -> jax.Array:
 
 
 def causal_masks(plan: Plan) -> tuple[jax.Array, jax.Array]:
-    """(block [N, N]: i >= j inside a diagonal block; lanes [C, N]: i > j), boolean."""
+    """(block [N, N]: i > j inside a diagonal block, or i >= j where the scores hold the diagonal; lanes [C, N]: i > j), boolean."""
     row, col = (lax.broadcasted_iota(jnp.int32, (plan.N, plan.N), d) for d in (0, 1))
-    block = (row >= col) & (row // plan.C == col // plan.C) if plan.pack > 1 else row >= col
+    block = row > col if plan.channel else row >= col
+    if plan.pack > 1:
+        block &= row // plan.C == col // plan.C
     i, j = (lax.broadcasted_iota(jnp.int32, (plan.C, plan.N), d) for d in (0, 1))
     return block, i > (j & (plan.C - 1))
 

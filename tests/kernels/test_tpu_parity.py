@@ -1,0 +1,143 @@
+"""TPU kernels against the float64 token recurrence: outputs, final state and every gradient."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.kernels.oracle import error, make_case, recurrence
+from tests.kernels.run_tpu import forward_backward
+
+KINDS = [(decay, delta) for decay in ("none", "head", "channel", "bounded") for delta in (True, False)]
+LIMITS = {jnp.float32: (1e-6, 2e-6), jnp.bfloat16: (6e-3, 1e-2)}  # output, gradient
+
+
+def compare(case, dtype, reference=None, limits=None, **options):
+    reference = reference or recurrence(case.rounded(dtype))
+    output, gradient = limits or LIMITS[dtype]
+    got = forward_backward(case, dtype, **options)
+    assert got.keys() == reference.keys()
+    errors = {n: error(got[n], reference[n]) for n in reference}
+    for name, value in errors.items():
+        assert value <= (output if name in ("o", "final") else gradient), (name, errors)
+
+
+def bound(decay):
+    return -5.0 if decay == "bounded" else None
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(("decay", "delta"), KINDS)
+def test_every_kind(decay, delta, dtype):
+    """Three chunks, the last one partial."""
+    case = make_case(decay, delta, T=83, H=1, HV=2, K=20, V=24)
+    compare(case, dtype, chunk_size=32, lower_bound=bound(decay))
+
+
+@pytest.mark.parametrize(
+    ("decay", "H", "HV", "K", "V", "chunk"),
+    [
+        ("none", 1, 1, 16, 16, 16),
+        ("head", 2, 4, 64, 32, 64),
+        ("channel", 1, 3, 16, 16, 16),
+        ("bounded", 3, 3, 48, 16, 32),
+        pytest.param("bounded", 2, 8, 256, 256, 64, marks=pytest.mark.slow),
+        pytest.param("channel", 1, 1, 128, 256, 128, marks=pytest.mark.slow),
+        pytest.param("head", 16, 32, 128, 128, 64, marks=pytest.mark.slow),
+    ],
+)
+def test_shapes(decay, H, HV, K, V, chunk):
+    """Grouped value heads, K != V, every chunk size, odd numbers of heads (R036, fla#624: HV != H)."""
+    case = make_case(decay, True, T=2 * chunk + 3, H=H, HV=HV, K=K, V=V)
+    compare(case, jnp.float32, chunk_size=chunk, lower_bound=bound(decay))
+
+
+@pytest.mark.parametrize("T", [1, 2, 15, 16, 17])
+def test_lengths(T):
+    compare(make_case("channel", True, T=T), jnp.float32, chunk_size=16)
+
+
+@pytest.mark.parametrize("decay", ["none", "head", "channel", "bounded"])
+def test_reset(decay):
+    """R036: the state is forgotten at a sequence start; gradients do not cross it."""
+    case = make_case(decay, True, T=50, HV=2, H=1)
+    reset = np.zeros((1, 50), bool)
+    reset[:, [3, 16, 17, 40]] = True
+    g = np.zeros((1, 50, 2)) if case.g is None else case.g.copy()
+    g[reset] = -np.inf
+    reference = recurrence(case._replace(g=g).rounded(jnp.float32))
+    if case.g is None:
+        del reference["g"]
+    else:
+        reference["g"][reset] = 0.0
+    compare(case, jnp.float32, reference, chunk_size=16, lower_bound=bound(decay), reset=jnp.asarray(reset))
+
+
+def extreme(name, decay, T, HV, K):
+    """Rows of the adversarial grid: decays in natural log, base shape [1, T, HV, K]."""
+    rng = np.random.default_rng(1)
+    g = -0.1 * rng.uniform(0, 1, (1, T, HV, K))
+    if name == "zero":
+        g[:] = 0.0
+    elif name == "saturated":
+        g[:] = -5.0
+    elif name == "channels":
+        g[..., ::3] = -1000.0
+        g[..., 1] = 0.0
+    elif name == "tokens":
+        g[:, ::7] = -np.inf
+    elif name == "edges":
+        g[:, [0, 15, 16, 31, 32]] = -1000.0
+    elif name == "mixed":
+        g[:, :16] = np.where(rng.uniform(size=g[:, :16].shape) < 0.5, 0.0, -1000.0)
+    elif name == "steep":
+        g *= 200.0
+    return g if decay == "channel" else g[..., 0]
+
+
+@pytest.mark.parametrize("name", ["zero", "saturated", "channels", "tokens", "edges", "mixed", "steep"])
+@pytest.mark.parametrize("decay", ["head", "channel"])
+def test_extreme_decays(name, decay):
+    """R025 and fla#77: g of 0, -1000 and -inf, forward and gradients finite and equal to the scan."""
+    case = make_case(decay, True, T=40)
+    case = case._replace(g=extreme(name, decay, 40, 1, 16))
+    compare(case, jnp.float32, limits=(2e-6, 1e-5), chunk_size=16)
+
+
+@pytest.mark.parametrize("name", ["zero", "saturated"])
+def test_extreme_bounded(name):
+    case = make_case("bounded", True, T=40)
+    compare(case._replace(g=extreme(name, "channel", 40, 1, 16)), jnp.float32, limits=(2e-6, 1e-5), chunk_size=16, lower_bound=-5.0)
+
+
+def correlated(name, T):
+    case = make_case("channel", True, T=T)
+    rng = np.random.default_rng(2)
+    base = rng.standard_normal((1, 1, 1, 16))
+    k, beta = np.broadcast_to(base, case.k.shape), np.full_like(case.beta, 0.99)
+    if name == "cosine 0.9":
+        k = base + 0.5 * rng.standard_normal(case.k.shape)
+    elif name == "beta 1":
+        beta[:] = 1.0
+    elif name == "beta 2":
+        k, beta[:] = case.k, 2.0
+    return case._replace(k=k / np.linalg.norm(k, axis=-1, keepdims=True), beta=beta, g=0.01 * case.g)
+
+
+@pytest.mark.parametrize("name", ["identical", "cosine 0.9", "beta 1", "beta 2"])
+@pytest.mark.parametrize(("dtype", "limits"), [(jnp.float32, (5e-6, 1e-5)), (jnp.bfloat16, (3e-2, 5e-2))])
+def test_correlated_keys(name, dtype, limits):
+    """FlashKDA#10 and tt-metal#54813: inverses by powers of A fail here."""
+    compare(correlated(name, 96), dtype, limits=limits, chunk_size=64)
+
+
+@pytest.mark.parametrize("only", ["do", "dfinal"])
+def test_one_cotangent(only):
+    """R030: the final state alone, or the output alone, has gradients."""
+    case = make_case("head", True, T=20)
+    zeros = "dfinal" if only == "do" else "do"
+    compare(case._replace(**{zeros: np.zeros_like(getattr(case, zeros))}), jnp.float32, chunk_size=16)
+
+
+def test_large_values():
+    case = make_case("channel", True, T=40)
+    compare(case._replace(q=case.q * 1e4, v=case.v * 1e4, initial_state=case.initial_state * 1e4), jnp.float32, chunk_size=16)
