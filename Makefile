@@ -24,7 +24,7 @@ notebooks: $(VENV)/install.stamp
 	$(BIN)/jupytext --to ipynb notebooks/*.py
 
 clean:
-	rm -rf $(VENV) data runs
+	rm -rf $(VENV) .cache data runs
 
 $(VENV)/install.stamp: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, found " + sys.version.split()[0] + "; choose one with make PYTHON=python3.12")'
