@@ -48,7 +48,7 @@ def make_case(decay: str, delta: bool, T: int, *, B=1, H=1, HV=1, K=16, V=16, se
 def recurrence(case: Case) -> dict[str, np.ndarray]:
     """o, final and the gradient of every input, scale K^-0.5."""
     q, k, v, g, beta, state, do, dfinal = case
-    B, T, HV, V = v.shape
+    B, T, HV = v.shape[:3]
     H, K = q.shape[2:]
     scale, group = K**-0.5, HV // H
     q, k = np.repeat(q, group, 2), np.repeat(k, group, 2)

@@ -51,7 +51,7 @@ def test_shapes(decay, H, HV, K, V, chunk):
     compare(case, jnp.float32, chunk_size=chunk, lower_bound=bound(decay))
 
 
-@pytest.mark.parametrize("T", [1, 2, 15, 16, 17])
+@pytest.mark.parametrize("T", [1, 15, 17])
 def test_lengths(T):
     compare(make_case("channel", True, T=T), jnp.float32, chunk_size=16)
 
@@ -94,9 +94,12 @@ def extreme(name, decay, T, HV, K):
     return g if decay == "channel" else g[..., 0]
 
 
-@pytest.mark.parametrize("name", ["zero", "saturated", "channels", "tokens", "edges", "mixed", "steep"])
-@pytest.mark.parametrize("decay", ["head", "channel"])
-def test_extreme_decays(name, decay):
+@pytest.mark.parametrize(
+    ("decay", "name"),
+    [("channel", n) for n in ("zero", "saturated", "channels", "tokens", "edges", "mixed", "steep")]
+    + [("head", n) for n in ("tokens", "edges", "steep")],
+)
+def test_extreme_decays(decay, name):
     """R025 and fla#77: g of 0, -1000 and -inf, forward and gradients finite and equal to the scan."""
     case = make_case(decay, True, T=40)
     case = case._replace(g=extreme(name, decay, 40, 1, 16))
@@ -123,8 +126,10 @@ def correlated(name, T):
     return case._replace(k=k / np.linalg.norm(k, axis=-1, keepdims=True), beta=beta, g=0.01 * case.g)
 
 
-@pytest.mark.parametrize("name", ["identical", "cosine 0.9", "beta 1", "beta 2"])
-@pytest.mark.parametrize(("dtype", "limits"), [(jnp.float32, (5e-6, 1e-5)), (jnp.bfloat16, (3e-2, 5e-2))])
+@pytest.mark.parametrize(
+    ("name", "dtype", "limits"),
+    [(n, jnp.bfloat16, (1e-2, 2e-2)) for n in ("identical", "cosine 0.9", "beta 1", "beta 2")] + [("identical", jnp.float32, (2e-6, 5e-6))],
+)
 def test_correlated_keys(name, dtype, limits):
     """FlashKDA#10 and tt-metal#54813: inverses by powers of A fail here."""
     compare(correlated(name, 96), dtype, limits=limits, chunk_size=64)
