@@ -1,0 +1,67 @@
+"""What the reader and the writer need to know about a family of models; each family fills this in, in a file of its own."""
+
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kda_jax.hf.fields import Fields
+from kda_jax.hf.forms import Plain, Tensor
+from kda_jax.models.stack import Layout
+
+
+class Family(NamedTuple):
+    """A family of models in its released form."""
+
+    config_class: type
+    read_config: Callable[[Fields], Any]
+    """Fields -> our configuration, or None if there are problems."""
+    write_config: Callable[[Any], dict]
+    """Our configuration -> config.json without the dtype."""
+    stack: str
+    """Our name of the stack of layers."""
+    top: dict[str, Tensor]
+    """Arrays outside the layers, by our name."""
+    layer_prefix: str
+    """What the names in a layer begin with in a release; `{i}` stands for the layer, counted from 0."""
+    layer: dict[str, Tensor]
+    """Arrays of a layer, by our name in it. Which of them a layer has is up to its kind."""
+    released_name: Callable[[str, Any], str]
+    """(name in a file, configuration) -> the release's name: undoes the renamings that files have been seen with."""
+    ignored: re.Pattern
+    """Released names that hold nothing to load, such as mask buffers."""
+
+
+class Source(NamedTuple):
+    """Where one array of ours comes from."""
+
+    names: np.ndarray
+    """Released names, one per index of our leading axes: none, the stacked layers, the experts, or both."""
+    form: Plain
+    """Of each tensor."""
+
+
+def source(family: Family, layout: Layout, path: str, shape: tuple[int, ...]) -> Source:
+    """Where the array at the dotted path `path` of a model, of shape `shape`, comes from.
+
+    Raises:
+        KeyError: the family's tables have no such array.
+    """
+    if path in family.top:
+        return Source(np.array(family.top[path].name, object), family.top[path].form)
+    stack, part, position, ours = path.split(".", 3)
+    if stack != family.stack:
+        raise KeyError(path)
+    tensor = family.layer[ours]
+    names = [family.layer_prefix.format(i=i) + tensor.name for i in _layers(layout, part, int(position))]
+    if "{e}" in tensor.name:
+        experts = shape[1 if part == "periods" else 0]
+        names = [[name.replace("{e}", str(e)) for e in range(experts)] for name in names]
+    return Source(np.array(names if part == "periods" else names[0], object), tensor.form)
+
+
+def _layers(layout: Layout, part: str, position: int) -> list[int]:
+    """The layers that share the block at `position` of a part, in the order of the stacked axis."""
+    count = len(layout.prologue) + len(layout.period) * layout.repeats + len(layout.epilogue)
+    return [i for i in range(count) if layout.locate(i)[:2] == (part, position)]

@@ -1,0 +1,196 @@
+"""Reading a Hugging Face checkpoint into our arrays, checked in both directions before anything is read."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array
+
+from kda_jax import models
+from kda_jax.errors import nearest
+from kda_jax.hf import gpt2, kimi_linear
+from kda_jax.hf.family import Family, Source, source
+from kda_jax.hf.fields import Fields
+from kda_jax.hf.files import Tensor, tensors
+from kda_jax.hf.problems import BadCheckpoint
+from kda_jax.layers.params import FLOAT32, has_name
+from kda_jax.models.config import GPT2Config, ModelConfig
+from kda_jax.train.state import flatten, unflatten
+
+FAMILIES: dict[str, Family] = {"gpt2": gpt2.FAMILY, "kimi_linear": kimi_linear.FAMILY}
+
+
+class Loaded(NamedTuple):
+    config: ModelConfig
+    params: dict
+    """Every array of the model, router biases included, nested by module: `nnx.merge(graphdef, params)` takes it."""
+
+
+class Checkpoint(NamedTuple):
+    """A directory that holds exactly what its model needs; nothing but headers has been read."""
+
+    config: ModelConfig
+    sources: dict[str, Source]
+    """By the dotted path of each of our arrays."""
+    tensors: dict[str, Tensor]
+    """By released name."""
+    ignored: tuple[str, ...]
+    """Names in the files that hold nothing to load."""
+    graphdef: nnx.GraphDef
+    abstract: dict
+    """Shapes of our arrays, nested as `Loaded.params`."""
+
+
+def load(directory: str | Path, *, dtype: Any = None, shardings: Mapping[str, jax.sharding.Sharding] | None = None) -> Loaded:
+    """The configuration and the arrays of a checkpoint in Hugging Face form: GPT-2 or Kimi Linear.
+
+    Tensors are read one at a time, each into its place in the array (or the part of the array) that a device holds; next to what is
+    loaded, memory holds one part and one tensor.
+
+    Args:
+        directory: config.json and safetensors files, with an index or without.
+        dtype: to convert to, except what `layers.params.FLOAT32` names; None keeps the dtype of the files. Where layers that share
+            an array differ, it has the wider one.
+        shardings: by the dotted path of an array; the others, and all if None, go to the default device.
+
+    Raises:
+        BadCheckpoint: with every problem of the directory: fields of config.json that are unknown or ask for what is not implemented;
+            tensors that are missing, left over, or of another shape; files that are absent or truncated.
+    """
+    checkpoint = inspect(directory)
+    return Loaded(checkpoint.config, _read_all(checkpoint, dtype, shardings or {}))
+
+
+def load_model(directory: str | Path, *, dtype: Any = None, shardings: Mapping[str, jax.sharding.Sharding] | None = None) -> nnx.Module:
+    """As `load`, but the model, ready to call."""
+    checkpoint = inspect(directory)
+    return nnx.merge(checkpoint.graphdef, _read_all(checkpoint, dtype, shardings or {}))
+
+
+def inspect(directory: str | Path) -> Checkpoint:
+    """What is in a checkpoint, read from config.json and the headers alone. Raises BadCheckpoint as `load` does."""
+    directory, problems = Path(directory), []
+    raw = _read_json(directory, problems)
+    family = FAMILIES.get(raw.get("model_type")) if raw is not None else None
+    if raw is not None and family is None:
+        kind = raw.get("model_type")
+        problems.append(f"config.json: model_type is {kind!r}, expected {' or '.join(FAMILIES)}{nearest(str(kind), FAMILIES)}")
+    config = None
+    if family is not None:
+        fields = Fields(raw, problems)
+        config = family.read_config(fields)
+        fields.close()
+    found = tensors(directory, problems)
+    if config is None:
+        raise BadCheckpoint(directory, problems)
+    abstract_model = nnx.eval_shape(lambda: models.build(config, nnx.Rngs(0)))
+    graphdef, state = nnx.split(abstract_model)
+    abstract = nnx.to_pure_dict(state)
+    layout = abstract_model.stack.layout
+    sources = {path: source(family, layout, path, leaf.shape) for path, leaf in flatten(abstract).items()}
+    by_name, ignored = _names(found, family, config, problems)
+    _check(sources, flatten(abstract), by_name, problems)
+    if problems:
+        raise BadCheckpoint(directory, problems)
+    return Checkpoint(config, sources, by_name, ignored, graphdef, abstract)
+
+
+def _read_json(directory: Path, problems: list[str]) -> dict | None:
+    try:
+        raw = json.loads((directory / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        problems.append(f"config.json cannot be read ({error})")
+        return None
+    if isinstance(raw, dict):
+        return raw
+    problems.append("config.json is not an object")
+    return None
+
+
+def _names(found: list[Tensor], family: Family, config: ModelConfig, problems: list[str]) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """Tensors by released name, and the names in the files that are ignored."""
+    by_name: dict[str, Tensor] = {}
+    ignored = []
+    for tensor in found:
+        name = family.released_name(tensor.name, config)
+        if family.ignored.fullmatch(name):
+            ignored.append(tensor.name)
+        elif name in by_name:
+            problems.append(f"{by_name[name].name} in {by_name[name].file.name} and {tensor.name} in {tensor.file.name} are the same tensor")
+        else:
+            by_name[name] = tensor
+    head = by_name.pop("lm_head.weight", None) if _is_tied(config) else None
+    if head is not None:
+        ignored.append(head.name)
+        embedding = by_name.get(next(tensor.name for ours, tensor in family.top.items() if ours in ("wte.embedding", "embed_tokens.embedding")))
+        if embedding is not None and not _equal(head, embedding):
+            problems.append(f"{head.name} differs from {embedding.name}, though the model ties them")
+    return by_name, tuple(ignored)
+
+
+def _is_tied(config: ModelConfig) -> bool:
+    return isinstance(config, GPT2Config) or config.tie_word_embeddings
+
+
+def _equal(a: Tensor, b: Tensor, rows: int = 4096) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    parts = [(slice(at, min(at + rows, a.shape[0])), slice(None)) for at in range(0, a.shape[0], rows)]
+    return all(np.array_equal(a[part], b[part]) for part in parts)
+
+
+def _check(sources: dict[str, Source], ours: dict[str, Any], found: dict[str, Tensor], problems: list[str]) -> None:
+    """Both directions: every array of ours filled with tensors of the right shape, every tensor used."""
+    used = set()
+    for path, (names, form) in sources.items():
+        shape = ours[path].shape[names.ndim :]
+        for name in names.flat:
+            used.add(name)
+            tensor = found.get(name)
+            if tensor is None:
+                problems.append(f"{name} is missing")
+            elif not form.accepts(tensor.shape, shape):
+                problems.append(f"{tensor.name} has shape {tensor.shape}, expected {form.shape(shape)}")
+            elif (sentence := form.problem(tensor, shape)) is not None:
+                problems.append(f"{tensor.name} {sentence}")
+    problems += [f"{found[name].name} is not part of the model{nearest(name, used, 1)}" for name in sorted(found.keys() - used)]
+
+
+def _read_all(checkpoint: Checkpoint, dtype: Any, shardings: Mapping[str, jax.sharding.Sharding]) -> dict:
+    leaves = {}
+    for path, leaf in flatten(checkpoint.abstract).items():
+        names = checkpoint.sources[path].names
+        kept = np.result_type(*{checkpoint.tensors[name].dtype for name in names.flat})
+        wanted = kept if dtype is None or has_name(path, FLOAT32) else jnp.dtype(dtype)
+        leaves[path] = _read(checkpoint, path, leaf.shape, wanted, shardings.get(path))
+    return unflatten(checkpoint.abstract, leaves)
+
+
+def _read(checkpoint: Checkpoint, path: str, shape: tuple[int, ...], dtype: Any, sharding: jax.sharding.Sharding | None) -> Array:
+    """One of our arrays. A part that several devices hold is read once."""
+    if sharding is None:
+        return jax.device_put(_part(checkpoint, path, shape, dtype, tuple(slice(0, n) for n in shape)))
+    holders: dict[tuple, list[jax.Device]] = {}
+    for device, at in sharding.addressable_devices_indices_map(shape).items():
+        bounds = tuple(part.indices(n)[:2] for part, n in zip(at, shape, strict=True))
+        holders.setdefault(bounds, []).append(device)
+    pieces = []
+    for bounds, devices in holders.items():
+        part = _part(checkpoint, path, shape, dtype, tuple(slice(*pair) for pair in bounds))
+        pieces += [jax.device_put(part, device) for device in devices]
+    return jax.make_array_from_single_device_arrays(shape, sharding, pieces)
+
+
+def _part(checkpoint: Checkpoint, path: str, shape: tuple[int, ...], dtype: Any, at: tuple[slice, ...]) -> np.ndarray:
+    """The part `at` of one of our arrays."""
+    names, form = checkpoint.sources[path]
+    lead, rest = at[: names.ndim], at[names.ndim :]
+    part = np.empty([s.stop - s.start for s in at], dtype)
+    for index, name in np.ndenumerate(names[lead]):
+        part[index] = form.read(checkpoint.tensors[name], shape[names.ndim :], rest)
+    return part
