@@ -1,6 +1,6 @@
 """How an array is laid out in a release, against how it is laid out here: one class per layout, both directions."""
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -8,6 +8,7 @@ Shape = tuple[int, ...]
 At = tuple[slice, ...]
 
 
+@runtime_checkable
 class Stored(Protocol):
     """A tensor in a file. A slice reads no more than itself."""
 
