@@ -12,7 +12,11 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[1]
 SMALL = {
     "01_memory_ladder": {},
-    "03_train_tiny": {"model": "__import__('dataclasses').replace(presets.tiny_hybrid(), vocab_size=256)", "steps, batch_size, seq_len": "12, 4, 64", "new_tokens": "8"},
+    "03_train_tiny": {
+        "model": "__import__('dataclasses').replace(presets.tiny_hybrid(), vocab_size=256)",
+        "steps, batch_size, seq_len": "12, 4, 64",
+        "new_tokens": "8",
+    },
 }
 
 
