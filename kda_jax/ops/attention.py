@@ -10,9 +10,10 @@ from jaxtyping import Array, Float, Int
 
 from kda_jax.ops.segments import segments
 
-# Every block has this many query or key rows whatever the sequence length. With the block shapes fixed and the key blocks visited
-# in order, tokens appended to a sequence leave the outputs before them unchanged to the bit.
+# Every block has this many query and key rows whatever the sequence length. With the block shapes fixed and the key blocks visited
+# in order, tokens appended to a sequence leave the outputs before them unchanged to the bit. Accelerators want larger blocks.
 BLOCK = 256
+BLOCK_ACCELERATOR = 1024
 _NEVER = 2**30  # index of a key that no query sees
 
 
@@ -27,6 +28,7 @@ class _Visibility(NamedTuple):
 class _Static(NamedTuple):
     scale: float
     precision: jax.lax.Precision
+    block: int = BLOCK
 
 
 @typing.no_type_check  # its own checks raise ValueError with the name and shape of the argument
@@ -76,7 +78,10 @@ def attention(
     precision = jax.lax.Precision.HIGHEST if q.dtype.itemsize >= 4 else jax.lax.Precision.DEFAULT
     static = _Static(q.shape[-1] ** -0.5 if scale is None else scale, precision)
     q = q.reshape(*q.shape[:2], HK, H // HK, q.shape[-1])
-    o = _one_token(static, q, k, v, visibility) if q.shape[1] == 1 else _blocked(static, q, k, v, visibility)
+    if q.shape[1] == 1:
+        o = _one_token(static, q, k, v, visibility)
+    else:
+        o = _blocked(static, q, k, v, visibility)
     return o.reshape(*o.shape[:2], H, v.shape[-1])
 
 
@@ -121,27 +126,44 @@ def _one_token(static: _Static, q: Array, k: Array, v: Array, visibility: _Visib
     return (o / total[..., None]).astype(q.dtype)
 
 
+# The choice of the block size by platform is made inside both directions: outside, both choices' residuals would be kept.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _blocked(static: _Static, q: Array, k: Array, v: Array, visibility: _Visibility) -> Array:
-    return _blocked_forward(static, q, k, v, visibility)[0]
+    return _on_platform(_forward, static, q, k, v, visibility)[0]
 
 
-def _blocked_forward(static: _Static, q: Array, k: Array, v: Array, visibility: _Visibility):
-    T = q.shape[1]
-    keys, queries = _pad_keys(k, v, visibility), _query_blocks(q, visibility)
+def _blocked_forward(static: _Static, *args):
+    o, lse = _on_platform(_forward, static, *args)
+    return o, (*args, o, lse)
+
+
+def _blocked_backward(static: _Static, residuals, do: Array):
+    return (*_on_platform(_backward, static, *residuals, do), None)
+
+
+_blocked.defvjp(_blocked_forward, _blocked_backward)
+
+
+def _on_platform(f, static: _Static, *args):
+    large = static._replace(block=BLOCK_ACCELERATOR)
+    return jax.lax.platform_dependent(*args, cpu=functools.partial(f, static), default=functools.partial(f, large))
+
+
+def _forward(static: _Static, q: Array, k: Array, v: Array, visibility: _Visibility):
+    """o and the log-sum-exp of each row [B, T, G, r]."""
+    keys, queries = _pad_keys(static.block, k, v, visibility), _query_blocks(static.block, q, visibility)
     o, lse = jax.lax.map(lambda block: _query_block(static, *block, *keys), queries)
-    o = _from_blocks(o, T)
-    return o, (q, k, v, visibility, o, lse)
+    return _from_blocks(o, q.shape[1]), _from_blocks(lse, q.shape[1])
 
 
 def _query_block(static: _Static, q, query, start, k, v, key):
-    """Attention of one block of queries over the key blocks it can see: o [B, Q, G, r, V], log-sum-exp [B, G, r, Q]."""
+    """Attention of one block of queries over the key blocks it can see: o [B, Q, G, r, V], log-sum-exp [B, Q, G, r]."""
     B, Q, G, r, _ = q.shape
     wide = jnp.promote_types(q.dtype, jnp.float32)
 
     def body(j, carry):
         m, total, o = carry
-        k_j, v_j, key_j = _key_block(j, k, v, key)
+        k_j, v_j, key_j = _key_block(static.block, j, k, v, key)
         s = _scores(static, q, k_j, _Visibility(query, start, key_j))
         new_m = jnp.maximum(m, jnp.max(s, axis=-1))
         p = jnp.exp(s - _finite(new_m)[..., None])
@@ -150,17 +172,17 @@ def _query_block(static: _Static, q, query, start, k, v, key):
         return new_m, keep * total + jnp.sum(p, axis=-1), keep[..., None] * o + pv
 
     carry = jnp.full((B, G, r, Q), -jnp.inf, wide), jnp.zeros((B, G, r, Q), wide), jnp.zeros((B, G, r, Q, v.shape[-1]), wide)
-    m, total, o = jax.lax.fori_loop(*_visible_blocks(query, start, key), body, carry)
+    m, total, o = jax.lax.fori_loop(*_visible_blocks(static.block, query, start, key), body, carry)
     total = jnp.where(total == 0, 1, total)
-    return jnp.einsum("bgrqv->bqgrv", o / total[..., None]).astype(q.dtype), _finite(m) + jnp.log(total)
+    o, lse = o / total[..., None], _finite(m) + jnp.log(total)
+    return jnp.moveaxis(o, 3, 1).astype(q.dtype), jnp.moveaxis(lse, 3, 1)
 
 
-def _blocked_backward(static: _Static, residuals, do):
-    q, k, v, visibility, o, lse = residuals
+def _backward(static: _Static, q: Array, k: Array, v: Array, visibility: _Visibility, o: Array, lse: Array, do: Array):
     wide = lse.dtype
-    delta = jnp.einsum("bqgrv,bqgrv->bqgr", do.astype(wide), o.astype(wide))  # sum_j p_ij dp_ij, without the p
-    keys = _pad_keys(k, v, visibility)
-    queries = (*_query_blocks(q, visibility), _to_blocks(do, 0), _to_blocks(delta, 0), lse)
+    delta = jnp.sum(do.astype(wide) * o.astype(wide), axis=-1)  # sum_j p_ij dp_ij, without the p
+    keys = _pad_keys(static.block, k, v, visibility)
+    queries = (*_query_blocks(static.block, q, visibility), *(_to_blocks(static.block, x, 0) for x in (do, delta, lse)))
 
     def body(carry, block):
         dq, *carry = _query_block_backward(static, carry, block, keys)
@@ -168,8 +190,8 @@ def _blocked_backward(static: _Static, residuals, do):
 
     start = jnp.zeros(keys[0].shape, wide), jnp.zeros(keys[1].shape, wide)
     (dk, dv), dq = jax.lax.scan(body, start, queries)
-    S = k.shape[1]
-    return _from_blocks(dq, q.shape[1]), dk[:, :S].astype(k.dtype), dv[:, :S].astype(v.dtype), None
+    T, S = q.shape[1], k.shape[1]
+    return _from_blocks(dq, T), dk[:, :S].astype(k.dtype), dv[:, :S].astype(v.dtype)
 
 
 def _query_block_backward(static: _Static, carry, block, keys):
@@ -177,29 +199,26 @@ def _query_block_backward(static: _Static, carry, block, keys):
     q, query, start, do, delta, lse = block
     k, v, key = keys
     einsum = functools.partial(jnp.einsum, precision=static.precision, preferred_element_type=lse.dtype)
-    delta = jnp.einsum("bqgr->bgrq", delta)
+    delta, lse = jnp.moveaxis(delta, 1, 3), jnp.moveaxis(lse, 1, 3)
 
     def body(j, carry):
         dq, dk, dv = carry
-        k_j, v_j, key_j = _key_block(j, k, v, key)
+        k_j, v_j, key_j = _key_block(static.block, j, k, v, key)
         p = jnp.exp(_scores(static, q, k_j, _Visibility(query, start, key_j)) - lse[..., None])
         dp = einsum("bqgrv,bsgv->bgrqs", do, v_j)
         ds = (static.scale * p * (dp - delta[..., None])).astype(q.dtype)
         dq = dq + einsum("bgrqs,bsgk->bqgrk", ds, k_j)
-        dk = _add_block(dk, j, einsum("bgrqs,bqgrk->bsgk", ds, q))
-        dv = _add_block(dv, j, einsum("bgrqs,bqgrv->bsgv", p.astype(v.dtype), do))
+        dk = _add_block(static.block, dk, j, einsum("bgrqs,bqgrk->bsgk", ds, q))
+        dv = _add_block(static.block, dv, j, einsum("bgrqs,bqgrv->bsgv", p.astype(v.dtype), do))
         return dq, dk, dv
 
-    dq, dk, dv = jax.lax.fori_loop(*_visible_blocks(query, start, key), body, (jnp.zeros(q.shape, lse.dtype), *carry))
+    dq, dk, dv = jax.lax.fori_loop(*_visible_blocks(static.block, query, start, key), body, (jnp.zeros(q.shape, lse.dtype), *carry))
     return dq.astype(q.dtype), dk, dv
 
 
-_blocked.defvjp(_blocked_forward, _blocked_backward)
-
-
-def _visible_blocks(query: Array, start: Array, key: Array) -> tuple[Array, Array]:
+def _visible_blocks(block: int, query: Array, start: Array, key: Array) -> tuple[Array, Array]:
     """Range of key blocks of which some query of this block sees something: causality and packing skip the rest."""
-    blocks = key.reshape(key.shape[0], -1, BLOCK)
+    blocks = key.reshape(key.shape[0], -1, block)
     low = jnp.min(blocks, axis=-1)
     high = jnp.max(jnp.where(blocks == _NEVER, -1, blocks), axis=-1)
     first = jnp.min(jnp.where(query < 0, _NEVER, start), axis=1, keepdims=True)
@@ -208,33 +227,33 @@ def _visible_blocks(query: Array, start: Array, key: Array) -> tuple[Array, Arra
     return jnp.min(jnp.where(seen, number, seen.shape[0])), jnp.max(jnp.where(seen, number + 1, 0))
 
 
-def _pad_keys(k: Array, v: Array, visibility: _Visibility) -> tuple[Array, Array, Array]:
-    return _pad(k, 0), _pad(v, 0), _pad(visibility.key, _NEVER)
+def _pad_keys(block: int, k: Array, v: Array, visibility: _Visibility) -> tuple[Array, Array, Array]:
+    return _pad(block, k, 0), _pad(block, v, 0), _pad(block, visibility.key, _NEVER)
 
 
-def _key_block(j: Array, *arrays: Array) -> list[Array]:
-    return [jax.lax.dynamic_slice_in_dim(x, j * BLOCK, BLOCK, axis=1) for x in arrays]
+def _key_block(block: int, j: Array, *arrays: Array) -> list[Array]:
+    return [jax.lax.dynamic_slice_in_dim(x, j * block, block, axis=1) for x in arrays]
 
 
-def _add_block(total: Array, j: Array, block: Array) -> Array:
-    old = jax.lax.dynamic_slice_in_dim(total, j * BLOCK, BLOCK, axis=1)
-    return jax.lax.dynamic_update_slice_in_dim(total, old + block, j * BLOCK, axis=1)
+def _add_block(block: int, total: Array, j: Array, addend: Array) -> Array:
+    old = jax.lax.dynamic_slice_in_dim(total, j * block, block, axis=1)
+    return jax.lax.dynamic_update_slice_in_dim(total, old + addend, j * block, axis=1)
 
 
-def _query_blocks(q: Array, visibility: _Visibility) -> tuple[Array, Array, Array]:
-    return _to_blocks(q, 0), _to_blocks(visibility.query, -1), _to_blocks(visibility.start, 0)
+def _query_blocks(block: int, q: Array, visibility: _Visibility) -> tuple[Array, Array, Array]:
+    return _to_blocks(block, q, 0), _to_blocks(block, visibility.query, -1), _to_blocks(block, visibility.start, 0)
 
 
-def _pad(x: Array, value: int) -> Array:
+def _pad(block: int, x: Array, value: int) -> Array:
     widths = [(0, 0)] * x.ndim
-    widths[1] = (0, -x.shape[1] % BLOCK)
+    widths[1] = (0, -x.shape[1] % block)
     return jnp.pad(x, widths, constant_values=value)
 
 
-def _to_blocks(x: Array, value: int) -> Array:
-    """[B, T, ...] -> [blocks, B, BLOCK, ...]."""
-    x = _pad(x, value)
-    return jnp.moveaxis(x.reshape(x.shape[0], -1, BLOCK, *x.shape[2:]), 1, 0)
+def _to_blocks(block: int, x: Array, value: int) -> Array:
+    """[B, T, ...] -> [blocks, B, block, ...]."""
+    x = _pad(block, x, value)
+    return jnp.moveaxis(x.reshape(x.shape[0], -1, block, *x.shape[2:]), 1, 0)
 
 
 def _from_blocks(x: Array, T: int) -> Array:

@@ -11,8 +11,12 @@ from jaxtyping import Array, Float, Int
 
 from kda_jax.ops.routing import Routing, expert_counts
 
-# Rows of one block of the "blocks" implementation: every expert's rows are padded to a multiple of it.
+# Rows of one block of the "blocks" implementation: every expert's rows are padded to a multiple of it. Each block copies its expert's
+# weights, so where products are cheap blocks are large.
 BLOCK_ROWS = 32
+BLOCK_ROWS_GPU = 128
+# Blocks multiplied at a time, which bounds the memory of those copies.
+_BATCH = 64
 
 
 def swiglu(gate: Array, up: Array) -> Array:
@@ -41,8 +45,8 @@ def experts(
         w1, w3: [E, D, F], gate and up projections.
         w2: [E, F, D], down projection.
         activation: (gate [M, F], up [M, F]) -> [M, F].
-        implementation: "ragged" = `jax.lax.ragged_dot`; "blocks" = batched products of fixed-size row blocks; None = "blocks" on
-            CPU, where ragged_dot is a loop over experts, and "ragged" elsewhere, chosen when the program is lowered.
+        implementation: "ragged" = `jax.lax.ragged_dot`; "blocks" = batched products of fixed-size row blocks; None = "ragged" on TPU
+            and "blocks" elsewhere, where ragged_dot computes every row with every expert, chosen when the program is lowered.
 
     Returns:
         [N, D] in x's dtype.
@@ -58,81 +62,104 @@ def experts(
         raise ValueError(f"w1 {w1.shape}, w3 {w3.shape}, w2 {w2.shape} do not fit x {x.shape}; expected (E, D, F) twice and (E, F, D)")
     chosen = routing.experts.reshape(-1)
     order = jnp.argsort(jnp.where((chosen >= 0) & (chosen < E), chosen, E), stable=True)
-    group_sizes = expert_counts(routing.experts, E)
-    rows = grouped_mlp(x[order // routing.experts.shape[1]], group_sizes, (w1, w3, w2), activation, implementation)
+    rows = x[order // routing.experts.shape[1]]
+    dot = functools.partial(grouped_dot, group_sizes=expert_counts(routing.experts, E), implementation=implementation)
+    rows = dot(activation(dot(rows, w1), dot(rows, w3)), w2)
     y = jnp.zeros_like(rows).at[order].set(rows, unique_indices=True).reshape(N, -1, D)
     wide = jnp.promote_types(x.dtype, jnp.float32)
     return jnp.einsum("nk,nkd->nd", routing.weights.astype(wide), y.astype(wide), precision="highest").astype(x.dtype)
 
 
-def grouped_mlp(
-    rows: Float[Array, "M D"],
+def grouped_dot(
+    x: Float[Array, "M D"],
+    w: Float[Array, "E D F"],
     group_sizes: Int[Array, "E"],
-    weights: tuple[Float[Array, "E D F"], Float[Array, "E D F"], Float[Array, "E F D"]],
-    activation: Callable[[Array, Array], Array] = swiglu,
     implementation: Literal["ragged", "blocks"] | None = None,
-) -> Float[Array, "M D"]:
-    """Expert e's MLP on its own rows: the first group_sizes[0] rows go to expert 0, the next to expert 1, and so on.
+) -> Float[Array, "M F"]:
+    """Each group of consecutive rows times its own matrix: the first group_sizes[0] rows times w[0], the next times w[1], and so on.
 
-    `weights` is (w1, w3, w2). Rows after the last group give zero, so a device may hold fewer tokens, or none, than its buffer has
-    rows. The rest is as in `experts`.
+    Rows after the last group give zero, so a device may hold fewer rows, or none, than its buffer has room for. A group without rows
+    gets a gradient of exactly zero. `implementation` as in `experts`.
     """
-    group_sizes = jax.lax.stop_gradient(group_sizes)
-    weights = tuple(_freeze_unused(w, group_sizes > 0) for w in weights)
-    choices = {"ragged": functools.partial(_ragged, activation), "blocks": functools.partial(_blocks, activation)}
-    if implementation is None:
-        return jax.lax.platform_dependent(rows, group_sizes, weights, cpu=choices["blocks"], default=choices["ragged"])
-    if implementation not in choices:
+    if implementation not in ("ragged", "blocks", None):
         raise ValueError(f"implementation is {implementation!r}; expected 'ragged', 'blocks' or None")
-    return choices[implementation](rows, group_sizes, weights)
+    return _grouped_dot(implementation, x, w, group_sizes)
+
+
+# The choice by platform is made inside both directions: outside, each platform's residuals would be kept on all of them.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _grouped_dot(implementation: str | None, x: Array, w: Array, group_sizes: Array) -> Array:
+    return _on_platform(implementation, lambda product: product, x, w, group_sizes)
+
+
+def _grouped_dot_backward(implementation: str | None, residuals: tuple[Array, Array, Array], dy: Array):
+    def pullback(product: Callable) -> Callable:
+        return lambda x, w, group_sizes, dy: jax.vjp(lambda x, w: product(x, w, group_sizes), x, w)[1](dy)
+
+    dx, dw = _on_platform(implementation, pullback, *residuals, dy)
+    return dx, jnp.where((residuals[2] > 0)[:, None, None], dw, 0), None
+
+
+_grouped_dot.defvjp(lambda implementation, *args: (_grouped_dot(implementation, *args), args), _grouped_dot_backward)
+
+
+def _on_platform(implementation: str | None, wrap: Callable[[Callable], Callable], *args: Array):
+    """wrap(product)(*args) with the product that `implementation` names, or the best of the platform the program is lowered for."""
+    ragged, small, large = wrap(_ragged), wrap(functools.partial(_blocks, BLOCK_ROWS)), wrap(functools.partial(_blocks, BLOCK_ROWS_GPU))
+    if implementation is None:
+        return jax.lax.platform_dependent(*args, cpu=small, tpu=ragged, default=large)
+    return {"ragged": ragged, "blocks": small}[implementation](*args)
+
+
+def _ragged(x: Array, w: Array, group_sizes: Array) -> Array:
+    used = (jnp.arange(x.shape[0]) < jnp.sum(group_sizes))[:, None]
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    y = jax.lax.ragged_dot(jnp.where(used, x, 0), w, group_sizes, precision=_precision(x), preferred_element_type=wide)
+    return jnp.where(used, y.astype(x.dtype), 0)
+
+
+def _blocks(size: int, x: Array, w: Array, group_sizes: Array) -> Array:
+    """Pad every group to whole blocks of `size` rows and multiply block by block, each with its group's matrix."""
+    M, D = x.shape
+    E = group_sizes.shape[0]
+    blocks = M // size + min(E, M)  # enough for any sizes: at most one partly filled block per used group
+    ends = jnp.cumsum(group_sizes)
+    blocks_of_group = -(-group_sizes // size)
+    blocks_end = jnp.cumsum(blocks_of_group)
+    group_of_block = jnp.minimum(jnp.searchsorted(blocks_end, jnp.arange(blocks), side="right"), E - 1)
+    group_of_row = jnp.minimum(jnp.searchsorted(ends, jnp.arange(M), side="right"), E - 1)
+    # Row m stays at its distance from the start of its group; rows of no group go out of range and are dropped.
+    slot = size * (blocks_end - blocks_of_group)[group_of_row] + jnp.arange(M) - (ends - group_sizes)[group_of_row]
+    slot = jnp.where(jnp.arange(M) < ends[-1], slot, blocks * size)
+    padded = jnp.zeros((blocks * size, D), x.dtype).at[slot].set(x, mode="drop", unique_indices=True)
+    y = _block_product(padded.reshape(blocks, size, D), w, group_of_block)
+    return y.reshape(blocks * size, -1).at[slot].get(mode="fill", fill_value=0)
 
 
 @jax.custom_vjp
-def _freeze_unused(w: Array, used: Array) -> Array:
-    return w
+def _block_product(x: Float[Array, "n m D"], w: Float[Array, "E D F"], group: Int[Array, "n"]) -> Float[Array, "n m F"]:
+    """x[i] w[group[i]], _BATCH blocks at a time. The gradient of w is summed over blocks in float32."""
+    return jax.lax.map(lambda block: jnp.dot(block[0], w[block[1]], precision=_precision(x)), (x, group), batch_size=_BATCH)
 
 
-# Whatever a grouped product leaves in the gradient of a group without rows, it is zero.
-_freeze_unused.defvjp(lambda w, used: (w, used), lambda used, dw: (jnp.where(used[:, None, None], dw, 0), None))
+def _block_product_backward(residuals: tuple[Array, Array, Array], dy: Array):
+    x, w, group = residuals
+    E, precision, wide = w.shape[0], _precision(x), jnp.promote_types(w.dtype, jnp.float32)
+    dx = jax.lax.map(lambda block: jnp.dot(block[0], w[block[1]].T, precision=precision), (dy, group), batch_size=_BATCH)
+
+    def add(dw, batch):
+        x, dy, group = batch
+        return dw.at[group].add(jnp.einsum("nmd,nmf->ndf", x, dy, precision=precision, preferred_element_type=wide), mode="drop"), None
+
+    def batches(a, fill):
+        a = jnp.pad(a, [(0, -len(a) % _BATCH)] + [(0, 0)] * (a.ndim - 1), constant_values=fill)
+        return a.reshape(-1, _BATCH, *a.shape[1:])
+
+    dw, _ = jax.lax.scan(add, jnp.zeros(w.shape, wide), (batches(x, 0), batches(dy, 0), batches(group, E)))
+    return dx, dw.astype(w.dtype), None
 
 
-def _ragged(activation: Callable, rows: Array, group_sizes: Array, weights: tuple[Array, Array, Array]) -> Array:
-    w1, w3, w2 = weights
-    precision = _precision(rows)
-    wide = jnp.promote_types(rows.dtype, jnp.float32)
-
-    def dot(x, w):
-        return jax.lax.ragged_dot(x, w, group_sizes, precision=precision, preferred_element_type=wide).astype(x.dtype)
-
-    used = (jnp.arange(rows.shape[0]) < jnp.sum(group_sizes))[:, None]
-    rows = jnp.where(used, rows, 0)
-    return jnp.where(used, dot(activation(dot(rows, w1), dot(rows, w3)), w2), 0)
-
-
-def _blocks(activation: Callable, rows: Array, group_sizes: Array, weights: tuple[Array, Array, Array]) -> Array:
-    """Pad every group to whole blocks of BLOCK_ROWS rows and multiply block by block, each with its expert's weights."""
-    M, D = rows.shape
-    E = group_sizes.shape[0]
-    blocks = M // BLOCK_ROWS + min(E, M)  # enough for any sizes: at most one partly filled block per used expert
-    ends = jnp.cumsum(group_sizes)
-    blocks_end = jnp.cumsum(-(-group_sizes // BLOCK_ROWS))
-    expert_of_block = jnp.minimum(jnp.searchsorted(blocks_end, jnp.arange(blocks), side="right"), E - 1)
-    expert_of_row = jnp.minimum(jnp.searchsorted(ends, jnp.arange(M), side="right"), E - 1)
-    # Row m stays at its distance from the start of its group; rows of no group go out of range and are dropped.
-    first_block = blocks_end - -(-group_sizes // BLOCK_ROWS)
-    slot = BLOCK_ROWS * first_block[expert_of_row] + jnp.arange(M) - (ends - group_sizes)[expert_of_row]
-    slot = jnp.where(jnp.arange(M) < ends[-1], slot, blocks * BLOCK_ROWS)
-
-    precision = _precision(rows)
-    w1, w3, w2 = (w[expert_of_block] for w in weights)
-
-    def dot(x, w):
-        return jnp.einsum("nmd,ndf->nmf", x, w, precision=precision)
-
-    x = jnp.zeros((blocks * BLOCK_ROWS, D), rows.dtype).at[slot].set(rows, mode="drop", unique_indices=True)
-    x = x.reshape(blocks, BLOCK_ROWS, D)
-    y = dot(activation(dot(x, w1), dot(x, w3)), w2)
-    return y.reshape(-1, D).at[slot].get(mode="fill", fill_value=0)
+_block_product.defvjp(lambda *args: (_block_product(*args), args), _block_product_backward)
 
 
 def _precision(x: Array) -> jax.lax.Precision:
