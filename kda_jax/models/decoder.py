@@ -13,10 +13,16 @@ from kda_jax.models.language_model import LanguageModel
 from kda_jax.models.stack import Stack
 
 
-def token_embedding(vocab_size: int, width: int, *, initializer_range: float, rngs: nnx.Rngs) -> nnx.Embed:
-    """Table [vocab_size, width] ~ N(0, initializer_range^2). An id out of range reads NaN."""
+def embedding(size: int, width: int, axis: str | None, *, initializer_range: float, rngs: nnx.Rngs) -> nnx.Embed:
+    """Table [size, width] ~ N(0, initializer_range^2), used in the dtype of its parameter. An index out of range reads NaN.
+
+    Args:
+        axis: logical name of the first axis.
+    """
     init = nnx.initializers.normal(initializer_range)
-    return nnx.Embed(vocab_size, width, embedding_init=init, embedding_metadata={"axes": ("vocab", "embed")}, rngs=rngs)
+    table = nnx.Embed(size, width, embedding_init=init, embedding_metadata={"axes": (axis, "embed")}, rngs=rngs)
+    table.dtype = None  # nnx.Embed would go on computing in the dtype it was made with, whatever its parameters are cast to
+    return table
 
 
 class Decoder(LanguageModel):
@@ -31,7 +37,7 @@ class Decoder(LanguageModel):
     ):
         self.config = config
         D, Z, spread = config.hidden_size, config.vocab_size, config.initializer_range
-        self.embed_tokens = token_embedding(Z, D, initializer_range=spread, rngs=rngs)
+        self.embed_tokens = embedding(Z, D, "vocab", initializer_range=spread, rngs=rngs)
         self.layers = Stack(kinds, make_block, remat=config.remat, rngs=rngs)
         self.norm = RMSNorm(D, eps=config.rms_norm_eps, axis="embed")
         tied = config.tie_word_embeddings

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from kda_jax.layers import MLP, GPT2Attention, LayerNorm
 from kda_jax.models.cache import HybridCache
 from kda_jax.models.config import GPT2Config
-from kda_jax.models.decoder import token_embedding
+from kda_jax.models.decoder import embedding
 from kda_jax.models.inputs import Inputs, concrete
 from kda_jax.models.language_model import LanguageModel
 from kda_jax.models.stack import BlockOutput, Stack
@@ -47,11 +47,8 @@ class GPT2(LanguageModel):
     def __init__(self, config: GPT2Config, rngs: nnx.Rngs):
         self.config = config
         spread = config.initializer_range
-        init = nnx.initializers.normal(spread)
-        self.wte = token_embedding(config.vocab_size, config.n_embd, initializer_range=spread, rngs=rngs)
-        self.wpe = nnx.Embed(
-            config.n_positions, config.n_embd, embedding_init=init, embedding_metadata={"axes": (None, "embed")}, rngs=rngs
-        )
+        self.wte = embedding(config.vocab_size, config.n_embd, "vocab", initializer_range=spread, rngs=rngs)
+        self.wpe = embedding(config.n_positions, config.n_embd, None, initializer_range=spread, rngs=rngs)
         self.h = Stack(["gpt2"] * config.n_layer, lambda _, rngs: GPT2Block(config, rngs), remat=config.remat, rngs=rngs)
         self.ln_f = LayerNorm(config.n_embd, eps=config.layer_norm_epsilon, axis="embed")
 

@@ -32,11 +32,15 @@ CONFIGS = {
 
 @functools.cache
 def build(name):
-    """The model with every parameter away from its initial value, so that a bias or a norm weight that is ignored shows.
+    return filled(CONFIGS[name])
+
+
+def filled(config):
+    """A model with every parameter away from its initial value, so that a bias or a norm weight that is ignored shows.
 
     Filled on the host: compiling random numbers for a hundred parameters would take longer than the tests.
     """
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: models.build(CONFIGS[name], nnx.Rngs(0))))
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: models.build(config, nnx.Rngs(0))))
     rng = np.random.RandomState(0)
 
     def fill(path, leaf):
