@@ -39,33 +39,52 @@ def run(
         inputs = _with_boundaries(inputs, segment_ids)
     if inputs.q.shape[1] == 0:
         return RecurrenceOutput(jnp.zeros_like(inputs.v), state)
-    run_chosen = _RUNNERS[choose(spec, inputs, implementation).chosen]
+    run_chosen = _RUNNERS[choose(spec, inputs, implementation, chunk_size).chosen]
     o, state = run_chosen(spec, inputs, scale=K**-0.5 if scale is None else scale, initial_state=state, chunk_size=chunk_size)
     return RecurrenceOutput(o.astype(inputs.v.dtype), state)
 
 
-def choose(spec: OpSpec, inputs: Inputs, implementation: str | None) -> Explanation:
+def choose(spec: OpSpec, inputs: Inputs, implementation: str | None, chunk_size: int = 64) -> Explanation:
     """The implementation a call takes. A name means exactly that one.
 
     Raises:
         NotImplementedError: the named implementation does not apply, with the reason.
     """
     T = inputs.q.shape[1]
-    refused = {
-        "pallas_tpu": "no TPU kernel is wired to this op yet",
-        "pallas_gpu": "no GPU kernel is written yet",
-    }
+    refused = {"pallas_tpu": _refused_by_tpu_kernel(inputs, chunk_size), "pallas_gpu": "no GPU kernel is written yet"}
     if implementation is not None:
-        if implementation in refused:
+        if refused.get(implementation):
             raise NotImplementedError(f"{spec.name}: implementation {implementation!r} does not apply: {refused[implementation]}")
         named = {name: "named by the caller" if name == implementation else "not named by the caller" for name in IMPLEMENTATIONS}
-        return Explanation(spec.name, implementation, named | refused)
-    chosen = "scan" if T == 1 else "xla"
+        return Explanation(spec.name, implementation, named | {name: why for name, why in refused.items() if why})
+    refused["pallas_tpu"] = refused["pallas_tpu"] or _no_tpu()
+    chosen = "scan" if T == 1 else "xla" if refused["pallas_tpu"] else "pallas_tpu"
     reasons = {
         "scan": "one token: the step itself" if T == 1 else f"one token at a time over T = {T} is slower than chunks",
         "xla": "one token needs no chunk" if T == 1 else "chunkwise on any device, exact for every gate",
+        "pallas_tpu": "one token needs no chunk" if T == 1 else "fused chunkwise kernel",
     }
-    return Explanation(spec.name, chosen, reasons | refused)
+    return Explanation(spec.name, chosen, reasons | {name: why for name, why in refused.items() if why})
+
+
+def _refused_by_tpu_kernel(inputs: Inputs, chunk_size: int) -> str | None:
+    """Why the TPU kernel cannot take these arguments on any machine; None if it can."""
+    K, V = inputs.q.shape[-1], inputs.v.shape[-1]
+    if max(K, V) > 256:
+        return f"it takes K and V up to 256, got {K} and {V}"
+    if chunk_size not in (16, 32, 64, 128):
+        return f"it takes a chunk_size of 16, 32, 64 or 128, got {chunk_size}"
+    if any(x is not None and x.dtype == jnp.float64 for x in inputs):
+        return "TPUs have no float64"
+    return None
+
+
+def _no_tpu() -> str | None:
+    if jax.default_backend() != "tpu":
+        return f"this process computes on {jax.default_backend()}"
+    if jax.device_count() > 1:
+        return "several devices: it is not wrapped in shard_map yet, and a kernel cannot be partitioned automatically"
+    return None
 
 
 def explain(op: str | Callable, *arguments, implementation: str | None = None) -> Explanation:
@@ -119,7 +138,21 @@ def run_xla(spec: OpSpec, inputs: Inputs, *, scale: float, initial_state: jax.Ar
     return chunkwise(*inputs, scale=scale, initial_state=initial_state, chunk_size=chunk_size)
 
 
-_RUNNERS = {"scan": run_scan, "xla": run_xla}
+def run_pallas_tpu(spec: OpSpec, inputs: Inputs, *, scale: float, initial_state: jax.Array, chunk_size: int) -> tuple[jax.Array, jax.Array]:
+    """The fused TPU kernels, forward and backward."""
+    from pallas_kernels.tpu import chunk_recurrence
+
+    q, k, v, g, beta = inputs
+    q, k, v = (x.astype(jnp.result_type(q, k, v)) for x in (q, k, v))
+    try:
+        return chunk_recurrence(q, k, v, g, beta, initial_state, scale=scale, chunk_size=chunk_size)
+    except ValueError as error:
+        if "interpret mode" not in str(error):
+            raise
+        raise NotImplementedError(f"{spec.name}: implementation 'pallas_tpu' does not apply: {_no_tpu()}") from error
+
+
+_RUNNERS = {"scan": run_scan, "xla": run_xla, "pallas_tpu": run_pallas_tpu}
 
 
 def _with_boundaries(inputs: Inputs, segment_ids) -> Inputs:
