@@ -1,5 +1,9 @@
 """Flax NNX layers, one per paper noun. Mixers: `(x, *, cache, segment_ids) -> MixerOutput(y, cache)`."""
 
+from kda_jax import versions
+
+versions.require()  # before the first import of flax
+
 from kda_jax.layers.caches import AttentionCache, LatentCache, MixerOutput, RecurrentCache
 from kda_jax.layers.deltanet import DeltaNet
 from kda_jax.layers.gated_deltanet import GatedDeltaNet
