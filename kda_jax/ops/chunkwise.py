@@ -22,8 +22,8 @@ from jaxtyping import Array, Float
 from kda_jax.ops.decay import channel_products, channel_products_transpose, head_weights, levels
 from kda_jax.ops.triangular import HIGHEST, unit_lower_inverse
 
-# Tokens x heads that one scan step prepares together: enough to fill a device, small enough to stay in cache or on chip.
-GROUP_TOKEN_HEADS = 1024
+# Tokens x heads that one scan step prepares together: small enough to stay in a CPU's cache, large enough to fill an accelerator.
+GROUP_TOKEN_HEADS = {"cpu": 2**10, "accelerator": 2**18}
 # A group of fewer tokens compiles to other loops with other rounding: with this floor appending tokens never changes a bit before them.
 GROUP_TOKENS = 64
 
@@ -65,7 +65,8 @@ def chunkwise(
     """
     B, T = q.shape[:2]
     static = _Static(scale, chunk_size, HIGHEST if q.dtype.itemsize >= 4 else jax.lax.Precision.DEFAULT)
-    most = max(1, GROUP_TOKENS // chunk_size, GROUP_TOKEN_HEADS // (B * v.shape[2] * chunk_size))
+    budget = GROUP_TOKEN_HEADS["cpu" if jax.default_backend() == "cpu" else "accelerator"]
+    most = max(1, GROUP_TOKENS // chunk_size, budget // (B * v.shape[2] * chunk_size))
     length = chunk_size * min(most, max(-(-T // chunk_size), -(-GROUP_TOKENS // chunk_size)))
     if g is not None and g.ndim == 3:
         g = g[..., None]
