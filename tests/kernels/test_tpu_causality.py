@@ -93,6 +93,7 @@ def test_fused_entry_is_the_separate_functions(lower_bound):
     assert max(errors.values()) <= 2e-6, errors
 
 
+@pytest.mark.slow
 def test_deterministic():
     case = make_case("bounded", True, T=20)
     runs = [forward_backward(case, jnp.bfloat16, chunk_size=16, lower_bound=-5.0) for _ in range(2)]

@@ -25,8 +25,13 @@ def bound(decay):
     return -5.0 if decay == "bounded" else None
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize(("decay", "delta"), KINDS)
+ROWS = [(d, delta, t) for d, delta in KINDS for t in LIMITS]
+
+
+@pytest.mark.parametrize(
+    ("decay", "delta", "dtype"),
+    [pytest.param(*row, marks=() if row[1] or row[2] == jnp.float32 else pytest.mark.slow) for row in ROWS],
+)
 def test_every_kind(decay, delta, dtype):
     """Three chunks, the last one partial."""
     case = make_case(decay, delta, T=83, H=1, HV=2, K=20, V=24)
@@ -128,10 +133,13 @@ def correlated(name, T):
 
 @pytest.mark.parametrize(
     ("name", "dtype", "limits"),
-    [(n, jnp.bfloat16, (1e-2, 2e-2)) for n in ("identical", "cosine 0.9", "beta 1", "beta 2")] + [("identical", jnp.float32, (2e-6, 5e-6))],
+    [(n, jnp.bfloat16, (2e-2, 4e-2)) for n in ("identical", "cosine 0.9", "beta 1", "beta 2")] + [("identical", jnp.float32, (2e-6, 5e-6))],
 )
 def test_correlated_keys(name, dtype, limits):
-    """FlashKDA#10 and tt-metal#54813: inverses by powers of A fail here."""
+    """FlashKDA#10 and tt-metal#54813: inverses by powers of A fail here by orders of magnitude.
+
+    In bfloat16 the rounding of the decayed keys is amplified by the solve: 3 to 6 times the error of the rounded inputs.
+    """
     compare(correlated(name, 96), dtype, limits=limits, chunk_size=64)
 
 
