@@ -14,7 +14,7 @@ from kda_jax.models import presets
 config = RunConfig(
     name="smoke",
     model=dataclasses.replace(presets.tiny_hybrid(), vocab_size=256),
-    data=DataConfig(source=("data/text",), seq_len=64),
+    data=DataConfig(source=("data/english",), seq_len=64),
     optim=OptimConfig(learning_rate=3e-3, warmup_steps=4),
     train=TrainConfig(steps=20, batch_size=4, log_every=1),
     eval=EvalConfig(every=10, rows=16, final_rows=32),

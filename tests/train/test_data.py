@@ -147,7 +147,7 @@ def test_reads_files_and_directories(tmp_path):
 
 
 def test_missing_source_is_named(tmp_path):
-    with pytest.raises(UserError, match="no file or directory .*nowhere"):
+    with pytest.raises(UserError, match=r"no file or directory .*nowhere"):
         read_documents([str(tmp_path / "nowhere")])
 
 

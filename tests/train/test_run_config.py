@@ -71,7 +71,7 @@ def test_differences_are_listed(path):
     assert found[0].endswith(f"-> {value}")
 
 
-@pytest.mark.parametrize("path, value", [("train.steps", 5), ("eval.every", 3), ("checkpoint.keep", 9), ("name", "y")])
+@pytest.mark.parametrize(("path", "value"), [("train.steps", 5), ("eval.every", 3), ("checkpoint.keep", 9), ("name", "y")])
 def test_free_to_change(path, value):
     config = RunConfig("x", presets.tiny_hybrid())
     assert differences(config, change(config, path, value)) == []
