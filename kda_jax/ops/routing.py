@@ -49,7 +49,9 @@ def route(
         ValueError: sizes that do not fit each other, or an unknown activation.
 
     Example:
-        >>> route(jnp.array([[2.0, 1.0, 0.0, -1.0]]), top_k=2, renormalize=True, scaling_factor=1.0).experts.tolist()
+        >>> import jax.numpy as jnp
+        >>> from kda_jax import ops
+        >>> ops.route(jnp.array([[2.0, 1.0, 0.0, -1.0]]), top_k=2, renormalize=True, scaling_factor=1.0).experts.tolist()
         [[0, 1]]
     """
     E = logits.shape[-1]

@@ -49,7 +49,9 @@ def short_conv(
     Numerics: the sum and the activation are float32, rounded once.
 
     Example:
-        >>> y, history = short_conv(jnp.ones((1, 3, 2)), jnp.ones((2, 4)), activation=None)
+        >>> import jax.numpy as jnp
+        >>> from kda_jax import ops
+        >>> y, history = ops.short_conv(jnp.ones((1, 3, 2)), jnp.ones((2, 4)), activation=None)
         >>> y[0, :, 0].tolist(), history.shape
         ([1.0, 2.0, 3.0], (1, 3, 2))
     """
