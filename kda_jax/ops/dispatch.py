@@ -1,5 +1,6 @@
 """From a public call to an implementation: checks, padding and sequence boundaries, choice, and its explanation."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 
@@ -144,12 +145,19 @@ def run_pallas_tpu(spec: OpSpec, inputs: Inputs, *, scale: float, initial_state:
 
     q, k, v, g, beta = inputs
     q, k, v = (x.astype(jnp.result_type(q, k, v)) for x in (q, k, v))
-    try:
+    with tpu_only(spec.name):
         return chunk_recurrence(q, k, v, g, beta, initial_state, scale=scale, chunk_size=chunk_size)
+
+
+@contextlib.contextmanager
+def tpu_only(name: str):
+    """Turn Pallas's refusal to run a TPU kernel elsewhere into this library's."""
+    try:
+        yield
     except ValueError as error:
         if "interpret mode" not in str(error):
             raise
-        raise NotImplementedError(f"{spec.name}: implementation 'pallas_tpu' does not apply: {_no_tpu()}") from error
+        raise NotImplementedError(f"{name}: implementation 'pallas_tpu' does not apply: {_no_tpu()}") from error
 
 
 _RUNNERS = {"scan": run_scan, "xla": run_xla, "pallas_tpu": run_pallas_tpu}

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kda_jax.ops.dispatch import run
+from kda_jax.ops.dispatch import choose, run, tpu_only
 from kda_jax.ops.gates import kda_gate
 from kda_jax.ops.norms import l2_norm
+from kda_jax.ops.segments import segments
 from kda_jax.ops.spec import Inputs, OpSpec, RecurrenceOutput, register, share_heads
 
 
@@ -145,6 +146,9 @@ def kda_from_logits(
     Raises:
         as `kda` and `kda_gate`.
     """
+    if x.ndim == 4 and x.shape[1] and choose(SPEC, Inputs(q, k, v, x, beta_logits), implementation, chunk_size).chosen == "pallas_tpu":
+        gate = A_log, dt_bias, lower_bound
+        return _fused(Inputs(q, k, v, x, beta_logits), gate, scale, initial_state, segment_ids, chunk_size)
     g = kda_gate(x, A_log, dt_bias, lower_bound)
     beta = jax.nn.sigmoid(beta_logits.astype(g.dtype))
     return kda(
@@ -159,3 +163,20 @@ def kda_from_logits(
         chunk_size=chunk_size,
         implementation=implementation,
     )
+
+
+def _fused(logits: Inputs, gate, scale, initial_state, segment_ids, chunk_size) -> RecurrenceOutput:
+    """`kda_from_logits` as one TPU kernel; `logits` holds x and beta_logits in the places of g and beta."""
+    from pallas_kernels.tpu import NO_TOKEN, chunk_kda_from_logits
+
+    A_log, dt_bias, lower_bound = gate
+    reset = None
+    if segment_ids is not None:
+        where = segments(segment_ids)
+        nothing = Inputs(0, 0, 0, NO_TOKEN, NO_TOKEN)  # what makes a token do nothing
+        valid = [where.valid.reshape(*where.valid.shape, *(1,) * (a.ndim - 2)) for a in logits]
+        logits = Inputs(*(jnp.where(keep, a, zero) for keep, a, zero in zip(valid, logits, nothing, strict=True)))
+        reset = where.reset
+    options = dict(reset=reset, scale=scale, chunk_size=chunk_size, lower_bound=lower_bound)
+    with tpu_only("kda_from_logits"):
+        return RecurrenceOutput(*chunk_kda_from_logits(*logits, A_log, dt_bias, initial_state, **options))

@@ -1,4 +1,4 @@
-"""`implementation="pallas_tpu"` of every op: lowered for TPUs on this CPU, interpreted against the chunkwise form, refused with a reason."""
+"""The TPU kernels behind every op: lowered on this CPU, interpreted against the chunkwise form, refused with a reason."""
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,23 @@ def test_packed_rows_in_interpret_mode():
     plain = ops.kda(*inputs, segment_ids=ids, implementation="xla")
     assert_close("o", kernel.o, plain.o, 1e-6)
     assert_close("final state", kernel.final_state, plain.final_state, 1e-6)
+
+
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+def test_fused_entry_in_interpret_mode(lower_bound):
+    """Gate, norm, sigmoid, sequence starts and padding inside the kernel: the same call, the same result."""
+    q, k, v, x, beta = ops.REGISTRY["kda"].make_inputs(jax.random.key(1), B=1, T=40, H=1, HV=2)
+    ids = jnp.array([[1] * 17 + [2] * 15 + [0] * 8])
+    arrays = (3 * q, 2 * k, v, 2 + x, 4 * beta - 2, jnp.array([0.1, -0.3]), 0.1 * x[0, 0])
+
+    def call(implementation):
+        return ops.kda_from_logits(*arrays, lower_bound=lower_bound, segment_ids=ids, chunk_size=16, implementation=implementation)
+
+    with pltpu.force_tpu_interpret_mode():
+        kernel = call("pallas_tpu")
+    plain = call("xla")
+    assert_close("o", kernel.o, plain.o, 2e-6)
+    assert_close("final state", kernel.final_state, plain.final_state, 2e-6)
 
 
 def test_refusals_say_why():
