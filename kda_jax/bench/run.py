@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kda_jax import ops, testing
+from kda_jax.bench import tpu_static
 from kda_jax.errors import UserError
 from kda_jax.ops.spec import OpSpec
 
@@ -21,7 +22,10 @@ PARITY_TOKENS = 130  # as many tokens as the float64 oracle walks through in a m
 
 @dataclasses.dataclass(frozen=True)
 class BenchOptions:
-    """Time the recurrences. An implementation that fails parity with the float64 recurrence is not timed."""
+    """Time the recurrences. An implementation that fails parity with the float64 recurrence is not timed.
+
+    `kda-jax bench --tpu-static OP` reads a recurrence's cost on a TPU from its compiled schedule instead; it has options of its own.
+    """
 
     ops: tuple[str, ...] = ("kda",)
     """Recurrences by name."""
@@ -60,6 +64,9 @@ def main(args: list[str]) -> None:
     Raises:
         UserError: an op, implementation or dtype is unknown, or an implementation fails parity.
     """
+    if any(arg.partition("=")[0] == "--tpu-static" for arg in args):
+        tpu_static.main(args)
+        return
     options = tyro.cli(BenchOptions, args=args, prog="kda-jax bench")
     for name in options.ops:
         if name not in ops.REGISTRY:
