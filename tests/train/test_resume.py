@@ -18,9 +18,7 @@ from kda_jax.errors import TrainingStopped, UserError
 from kda_jax.train import loop
 from kda_jax.train.metrics import Report
 
-MODELS = pytest.mark.parametrize(
-    "model", [pytest.param(GPT2, id="gpt2"), pytest.param(HYBRID, id="kimi_linear", marks=pytest.mark.slow)]
-)
+MODELS = pytest.mark.parametrize("model", [pytest.param(GPT2, id="gpt2"), pytest.param(HYBRID, id="kimi_linear", marks=pytest.mark.slow)])
 
 
 def losses(run_dir: Path) -> dict[int, float]:
@@ -118,7 +116,7 @@ def test_signal_saves_and_stops(tmp_path, monkeypatch):
             os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(Report, "step", log_and_stop)
-    with pytest.raises(TrainingStopped, match="interrupted; step [67] is saved"):
+    with pytest.raises(TrainingStopped, match=r"interrupted; step [67] is saved"):
         loop.train(config, tmp_path / "run")
     monkeypatch.setattr(Report, "step", log)
     assert step_directories(tmp_path / "run")[0].name in ("6", "7")
@@ -156,7 +154,7 @@ def test_other_configuration_is_refused(finished):
 
 def test_other_text_is_refused(finished, tmp_path):
     """R141: the position in the data means nothing in another text."""
-    config, run_dir = finished
+    _, run_dir = finished
     other = run_config(write_text(tmp_path / "text", documents=7), steps=8)
     with pytest.raises(UserError, match="another text"):
         loop.train(other, run_dir)
