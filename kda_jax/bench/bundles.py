@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 BUNDLE = re.compile(r"\s*(?:0x[0-9a-f]+|0)\s+(LB|LH|LE|PB|PF|CT)?\s*: ?((?:> ?)*)\{")  # address, label, one > per loop around it
+UNMARKED = re.compile(r"\s*(?:0x[0-9a-f]+|0)\s+(?:LB|LH|LE|PB|PF|CT)?\s*:  \{")  # outside all loops, or empty
 TRIPS = re.compile(r"%\S+, (\d+) /\* loop exit test \*/")
 VMEM = re.compile(r"space=vmem, size = (0x[0-9a-f]+), offset = (0x[0-9a-f]+|0)")
 UTILIZATION, ALLOCATIONS = "final_hlo-static-per-bundle-utilization", "post-delay-converter"  # the dumps that hold them
@@ -57,9 +58,10 @@ def slot_use(text: str) -> tuple[dict[str, int], dict[str, float]]:
 def issue_cycles(lines: Iterable[str]) -> tuple[int, int, int]:
     """(cycles, bundles, loops of unknown length, counted once) of a kernel's final bundles.
 
-    The grid is a loop, so the few dozen bundles outside all loops, which carry no mark of depth, are not counted.
+    The grid is a loop, and the few dozen bundles outside it and empty ones inside carry no mark of depth: they are counted only
+    where there is no loop.
     """
-    loops, bundles, unknown = [[0, 0, 1]], 0, 0  # open loops from the outside in: depth, cycles of one trip, trips
+    loops, bundles, unmarked, unknown = [[0, 0, 1]], 0, 0, 0  # open loops from the outside in: depth, cycles of one trip, trips
 
     def close():
         nonlocal unknown
@@ -76,8 +78,9 @@ def issue_cycles(lines: Iterable[str]) -> tuple[int, int, int]:
             if loops[-1][0] < depth:
                 loops.append([depth, 0, None])
             loops[-1][1] += 1
+        unmarked += UNMARKED.match(line) is not None
         if bundles and len(loops) > 1 and (test := TRIPS.search(line)):
             loops[-1][2] = int(test.group(1))
     while len(loops) > 1:
         close()
-    return loops[0][1], bundles, unknown
+    return (loops[0][1], bundles, unknown) if bundles else (unmarked, unmarked, 0)

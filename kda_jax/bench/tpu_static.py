@@ -11,6 +11,7 @@ import json
 import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -109,6 +110,7 @@ def main(args: list[str]) -> None:
         UserError: the op is unknown, libtpu is missing, or the program does not compile for the target.
     """
     options = tyro.cli(StaticOptions, args=args, prog="kda-jax bench")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that the dump goes then as well
     report = measure(options)
     _print(options, report)
     if options.json is not None:
