@@ -69,6 +69,11 @@ class HybridCache(NamedTuple):
         rows = _check_rows(rows, self.batch)
         if len(set(rows.tolist())) < len(rows) or len(rows) != other.batch:
             raise ValueError(f"rows must be {other.batch} different row numbers, one per row of the other cache, got {rows.tolist()}")
+        mine, theirs = ([(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(c)] for c in (self._shapes(rows), other))
+        if mine != theirs:
+            raise ValueError(
+                "the other cache must come from the same model with the same max_len and dtype: its leaves differ in shape or dtype"
+            )
         leading, stacked = (lambda a, b: a.at[rows].set(b)), (lambda a, b: a.at[:, rows].set(b))
         return self._map(leading, stacked, other)
 
@@ -80,6 +85,9 @@ class HybridCache(NamedTuple):
         """
         rows = _check_rows(rows, self.batch)
         return self._map(lambda leaf: leaf.at[rows].set(0), lambda leaf: leaf.at[:, rows].set(0))
+
+    def _shapes(self, rows: np.ndarray) -> "HybridCache":
+        return jax.eval_shape(lambda cache: cache.take(rows), self)
 
     def _map(self, leading, stacked, *others: "HybridCache") -> "HybridCache":
         """Apply `leading` to leaves whose first axis is the row, `stacked` to those whose second is."""

@@ -112,11 +112,11 @@ class Stack(nnx.Module):
     ) -> StackOutput:
         caches = StackCache(*[(None,) * len(part) for part in self._parts()]) if cache is None else cache
 
-        def run(x, blocks, caches):
+        def run(x, blocks, caches, *, scanned=False):
             """Some blocks in a row: x, their caches, the counts of those that have experts."""
-            after, counts = [], []
+            call, after, counts = _remat(self.remat, scanned), [], []
             for block, block_cache in zip(blocks, caches, strict=True):
-                out = _remat(self.remat)(block, x, block_cache, segment_ids)
+                out = call(block, x, block_cache, segment_ids)
                 x = out.x
                 after.append(out.cache)
                 counts += [] if out.counts is None else [out.counts]
@@ -127,7 +127,7 @@ class Stack(nnx.Module):
         if self.layout.repeats:
 
             def body(x, xs):
-                x, *ys = run(x, *xs)
+                x, *ys = run(x, *xs, scanned=True)
                 return x, ys
 
             x, (periods, middle) = jax.lax.scan(body, x, (self.periods, caches.periods))
@@ -163,12 +163,12 @@ def _call(block: nnx.Module, x: Float[Array, "B T D"], cache, segment_ids) -> Bl
     return block(x, cache=cache, segment_ids=segment_ids)
 
 
-def _remat(remat: Remat) -> Callable:
-    """`_call` under a rematerialisation policy, applied inside the scan body."""
+def _remat(remat: Remat, scanned: bool) -> Callable:
+    """`_call` under a rematerialisation policy. XLA cannot merge a scan's recomputation with its forward, so no barrier is needed there."""
     if remat == "none":
         return _call
     policies = {"full": jax.checkpoint_policies.nothing_saveable, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
-    return jax.checkpoint(_call, policy=policies[remat])
+    return jax.checkpoint(_call, policy=policies[remat], prevent_cse=not scanned)
 
 
 def _in_order(first: list[Array], middle: list[Array], last: list[Array]) -> Array | None:

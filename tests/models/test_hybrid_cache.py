@@ -96,6 +96,13 @@ def test_put_wants_one_different_row_each():
             cache.put(rows, cache)
 
 
+@pytest.mark.parametrize("other", [(1, 9, jnp.float32), (1, 8, jnp.bfloat16)])
+def test_put_refuses_a_cache_of_another_size_or_dtype(other):
+    model = build("kimi_linear")
+    with pytest.raises(ValueError, match="same max_len and dtype"):
+        model.init_cache(2, 8).put([0], model.init_cache(*other))
+
+
 @pytest.mark.parametrize("name", ["gpt2", "kimi_linear"])
 def test_a_full_cache_says_so(name):
     """On the host in a sentence; inside jit, where nothing can be seen, the row turns NaN instead of forgetting quietly."""

@@ -33,7 +33,11 @@ def hybrid(layers, **fields):
     return dataclasses.replace(config, num_hidden_layers=layers, linear_attn_config=linear, **fields)
 
 
-KKM = LinearAttentionConfig(head_dim=16, num_heads=4, kda_layers=(1, 2), full_attn_layers=(3,))
+def thin_hybrid(**fields):
+    """The tiny hybrid as two scanned KDA layers and an MLA layer, all with experts."""
+    lists = LinearAttentionConfig(head_dim=16, num_heads=4, kda_layers=(1, 2), full_attn_layers=(3,))
+    thin = {"num_hidden_layers": 3, "linear_attn_config": lists, "first_k_dense_replace": 0}
+    return dataclasses.replace(presets.tiny_hybrid(), **thin, **fields)
 
 
 def lower_gradients(config, T=64):
@@ -44,9 +48,7 @@ def lower_gradients(config, T=64):
 
 @functools.cache
 def loss_and_gradients(remat):
-    """Of two scanned KDA layers and an MLA layer, all with experts."""
-    config = dataclasses.replace(presets.tiny_hybrid(), num_hidden_layers=3, linear_attn_config=KKM, first_k_dense_replace=0, remat=remat)
-    model = filled(config)
+    model = filled(thin_hybrid(remat=remat))
     assert model.layers.layout.repeats == 2
     return jax.jit(jax.value_and_grad(loss_of), compiler_options=UNOPTIMISED)(model, jnp.asarray(TOKENS[:, :24]))
 
@@ -179,13 +181,13 @@ def test_initial_loss_is_that_of_a_uniform_guess():
 
 @pytest.mark.slow
 def test_a_tiny_hybrid_learns_to_copy():
-    """Sixteen random tokens, a separator, the same sixteen: the second half can be known exactly, and in 150 steps mostly is."""
-    model = models.build(dataclasses.replace(presets.tiny_hybrid(), initializer_range=0.05), nnx.Rngs(0))
-    optimizer = optax.adam(5e-3)
+    """Six random tokens, a separator, the same six: after 120 steps the second half is known."""
+    model = models.build(thin_hybrid(), nnx.Rngs(0))
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
 
     def copy_loss(model, tokens):
         logits = model(tokens[:, :-1]).logits
-        return optax.softmax_cross_entropy_with_integer_labels(logits[:, 16:], tokens[:, 17:]).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(logits[:, 6:], tokens[:, 7:]).mean()
 
     @jax.jit
     def step(model, opt_state, tokens):
@@ -194,10 +196,10 @@ def test_a_tiny_hybrid_learns_to_copy():
         return jax.tree.map(jnp.add, model, updates), opt_state, loss
 
     opt_state, losses = optimizer.init(model), []
-    for i in range(150):
-        half = np.random.RandomState(i).randint(1, 16, (32, 16))
+    for i in range(120):
+        half = np.random.RandomState(i).randint(1, 9, (32, 6))
         tokens = jnp.asarray(np.concatenate([half, np.zeros((32, 1), int), half], axis=1), jnp.int32)
         model, opt_state, loss = step(model, opt_state, tokens)
         losses.append(float(loss))
-    assert losses[0] > 2.5
-    assert np.mean(losses[-10:]) < 1.0, losses[::10]
+    assert losses[0] > np.log(8)
+    assert np.mean(losses[-10:]) < 0.3, losses[::10]
