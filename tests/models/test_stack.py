@@ -1,7 +1,5 @@
 """The stack: how a sequence of kinds is split, and that scanning it changes nothing but the size of the program."""
 
-import time
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -100,27 +98,3 @@ def test_remat_changes_neither_loss_nor_gradients(remat):
     assert jnp.allclose(loss, expected, rtol=1e-6)
     for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
         assert jnp.allclose(a, b, rtol=1e-5, atol=1e-7)
-
-
-def test_program_does_not_grow_with_depth_R157():
-    """48 layers of a 3:1 hybrid give the same program text as 12, but for the length of the scan."""
-    kinds = lambda layers: ["k0"] + ["m" if i % 4 == 3 else "k" for i in range(1, layers)]
-    x = jnp.ones((2, 5, 8))
-    lines = [len(jax.jit(toy(kinds(layers)).__call__).lower(x).as_text().splitlines()) for layers in (12, 48)]
-    assert lines[0] == lines[1]
-
-
-@pytest.mark.slow
-def test_compile_time_does_not_grow_with_depth_R157():
-    kinds = lambda layers: ["k0"] + ["m" if i % 4 == 3 else "k" for i in range(1, layers)]
-
-    def seconds(layers):
-        stack, x = toy(kinds(layers)), jnp.ones((2, 5, 8))
-        lowered = jax.jit(jax.grad(lambda s, x: s(x).x.sum())).lower(stack, x)
-        start = time.perf_counter()
-        lowered.compile()
-        return time.perf_counter() - start
-
-    seconds(12)  # warm up
-    short, long = (min(seconds(layers) for _ in range(3)) for layers in (12, 48))
-    assert long < 1.3 * short, f"48 layers {long:.2f} s, 12 layers {short:.2f} s"
