@@ -1,0 +1,144 @@
+"""Cycles of the TPU kernels, read from their compiled schedule, stay within their budgets; and how they are read."""
+
+import importlib.util
+import json
+import pathlib
+import shlex
+import subprocess
+
+import jax
+import pytest
+import tyro
+
+from kda_jax import cli, ops
+from kda_jax.bench import bundles, tpu_static
+from kda_jax.errors import UserError
+
+BUDGETS = {
+    b["command"]: b for b in json.loads((pathlib.Path(tpu_static.__file__).parents[2] / "pallas_kernels/tuned/budgets.json").read_text())
+}
+REGRESSION = 1.05
+NESTED = """
+LH: loop header
+     0   :  { %s0 = inlined_call_operand.hbm [shape: bf16[1,2048,16,128]] }
+   0x1   :  { %s1 = smov 0 }
+   0x2 LB: > { %s2 = sphi %s1, %s9  ;;  %v1 = vld [vmem:[#allocation1] sm:$0xff] }
+   0x3   : > { %s3 = smov 0
+     /* a comment in the middle of a bundle */ }
+   0x4 LB: > > { %v2 = vadd.f32 %v1, %v1 }
+   0x5 PF: > > { %v3 = vmul.f32 %v2, %v2  ;;  %p1 = scmp.ge.s32.totalorder %s4, 5 /* loop exit test */ }
+   0x6 LB: >> { %v4 = vsub.f32 %v3, %v3 }
+   0x7   : >> { %p2 = scmp.ge.s32.totalorder %s5, 7 /* loop exit test */ }
+   0x8   : >> { vst [vmem:[#allocation2] sm:$0xff] %v4 }
+   0x9   : > { %p3 = scmp.ge.s32.totalorder %s9, 11 /* loop exit test */ }
+   0xa   :  {}
+   0xb   :  { %19 = vsyncpa [#allocation3], 1 }
+"""
+
+
+def options(command: str) -> tpu_static.StaticOptions:
+    return tyro.cli(tpu_static.StaticOptions, args=shlex.split(command)[2:])
+
+
+def test_bundles_are_weighted_by_the_trips_of_all_loops_around_them():
+    """Three bundles of the outer loop, two of an inner loop of 5 trips and three of its sibling of 7."""
+    assert bundles.issue_cycles(NESTED.splitlines()) == (11 * (3 + 5 * 2 + 7 * 3), 8, 0)
+
+
+def test_a_loop_of_unknown_length_is_reported():
+    text = NESTED.replace("%s5, 7", "%s5, %s6")
+    assert bundles.issue_cycles(text.splitlines()) == (11 * (3 + 5 * 2 + 3), 8, 1)
+
+
+def test_a_kernel_without_a_loop_is_counted():
+    assert bundles.issue_cycles(line for line in NESTED.splitlines() if ">" not in line) == (4, 4, 0)
+
+
+def test_slots_in_use():
+    text = "== CAPACTIY:\nMXU, VALU, VLOAD:FILL, VSTORE:SPILL\n    2     4     3     1\n== UTILIZATION:\n1 4 0 1\n0 2 3 0\n"
+    used, share = bundles.slot_use(text)
+    assert used == {"MXU": 1, "VALU": 6, "VLOAD:FILL": 3, "VSTORE:SPILL": 1}
+    assert share == {"MXU": 0.25, "VALU": 0.75, "VLOAD:FILL": 0.5, "VSTORE:SPILL": 0.5}
+
+
+def test_budgets_cover_the_family():
+    measured = {(o.tpu_static, o.lower_bound is not None, o.mode, o.target) for o in map(options, BUDGETS)}
+    expected = {(op, False, mode, "v6e") for op in ops.REGISTRY for mode in ("fwd", "both")}
+    expected |= {("kda", True, "both", "v6e"), *(("kda", True, "fwd", target) for target in tpu_static.TARGETS)}
+    assert measured >= expected
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason='the package libtpu is not installed: pip install "jax[tpu]"')
+@pytest.mark.parametrize("op", ["kda --target v6e --mode fwd --lower-bound -5.0", "linear_attention --target v6e --mode both"])
+def test_within_budget(op):
+    budget = BUDGETS[f"kda-jax bench --tpu-static {op}"]
+    chosen = options(budget["command"])
+    found = tpu_static.measure(chosen).cycles / chosen.token_heads
+    assert found <= REGRESSION * budget["cycles_per_token_head"], f"libtpu {importlib.metadata.version('libtpu')}: {found:.2f}, {budget}"
+
+
+@pytest.mark.parametrize("op", ops.REGISTRY)
+def test_programs_lower(op):
+    chosen = tpu_static.StaticOptions(op, mode="both", tokens=64, heads=8, value_heads=8)
+    function, arrays, do = tpu_static.program(chosen)
+    exported = jax.export.export(jax.jit(function), platforms=["tpu"])(arrays, do)
+    assert exported.mlir_module().count("tpu_custom_call") >= 2
+    assert [x.shape for x in exported.out_avals] == [do.shape, *(x.shape for _, x in sorted(arrays.items()))]
+
+
+def test_floors_of_kda():
+    """Bytes and FLOPs per token-head at K = V = 128, C = 64 and 16-bit inputs, but for the parameters of the gate."""
+    for mode, size, flops in (("fwd", 1282, 163840 + 8192 / 3), ("both", 1282 + 2308, 163840 + 8192 / 3 + 327680)):
+        chosen = tpu_static.StaticOptions("kda", mode=mode)
+        _, arrays, do = tpu_static.program(chosen)
+        assert tpu_static.least_bytes(chosen, arrays, do) / chosen.token_heads == pytest.approx(size, rel=2e-3)
+        assert tpu_static.least_flops(chosen) / chosen.token_heads == pytest.approx(flops)
+
+
+def test_mistakes_are_sentences(capsys, monkeypatch):
+    assert cli.main(["bench", "--tpu-static", "kdaa"]) == 2
+    assert "no recurrence 'kdaa'; nearest: kda" in capsys.readouterr().err
+    assert cli.main(["bench", "--tpu-static=delta_rule", "--lower-bound", "-5"]) == 2
+    assert "delta_rule has none" in capsys.readouterr().err
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert cli.main(["bench", "--tpu-static", "kda"]) == 2
+    assert 'libtpu, which is not installed: pip install "jax[tpu]"' in capsys.readouterr().err
+
+
+def test_a_failed_compilation_leaves_a_sentence_and_no_dump(monkeypatch):
+    folders = []
+
+    def fail(command, env, **_):
+        folders.append(pathlib.Path(command[-2]))
+        assert f"--xla_jf_dump_to={folders[0]}" in env["LIBTPU_INIT_ARGS"]
+        assert "XLA_FLAGS" not in env
+        (folders[0] / "1-kernel-70-final_bundles.txt").write_text(NESTED)
+        return subprocess.CompletedProcess(command, 1, "", "a warning\njax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: vmem\n----\n")
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(subprocess, "run", fail)
+    with pytest.raises(UserError, match=r"^kda does not compile for v6e: jax\.errors\.JaxRuntimeError: RESOURCE_EXHAUSTED: vmem$"):
+        tpu_static.measure(tpu_static.StaticOptions("kda"))
+    assert not folders[0].exists()
+
+
+def test_budgets_are_entered_once_under_their_command(tmp_path, monkeypatch):
+    monkeypatch.setattr(tpu_static, "_versions", lambda: {"jax": "1", "libtpu": "2"})
+    report = tpu_static.Report("TPU", (), 2048 * 16 * 3, 1, 0, 0, 0, 0.0, 0.0, 0.0)
+    path = tmp_path / "budgets.json"
+    for chosen in (
+        tpu_static.StaticOptions("kda", lower_bound=-5.0),
+        tpu_static.StaticOptions("delta_rule"),
+        tpu_static.StaticOptions("kda", lower_bound=-5.0),
+    ):
+        tpu_static.enter(path, chosen, report)
+    delta, kda = json.loads(path.read_text())
+    assert delta["command"] == "kda-jax bench --tpu-static delta_rule --target v6e --mode fwd"
+    assert kda == {
+        "command": "kda-jax bench --tpu-static kda --target v6e --mode fwd --lower-bound -5.0",
+        "jax": "1",
+        "libtpu": "2",
+        "cycles_per_token_head": 3.0,
+    }
+    assert options(kda["command"]) == tpu_static.StaticOptions("kda", lower_bound=-5.0)
