@@ -1,6 +1,7 @@
 """Runs small enough for tests: text made on the spot, models that compile in seconds."""
 
 import dataclasses
+import functools
 import random
 from pathlib import Path
 
@@ -10,14 +11,23 @@ import numpy as np
 
 from kda_jax.config import CheckpointConfig, DataConfig, EvalConfig, OptimConfig, RunConfig, TrainConfig
 from kda_jax.models import presets
-from kda_jax.models.config import GPT2Config
+from kda_jax.models.config import GPT2Config, LinearAttentionConfig
 from kda_jax.train.data import Batch
 from kda_jax.train.optim import make_optimizer, make_schedule
 from kda_jax.train.state import TrainState, initial_state, structure
 from kda_jax.train.step import make_train_step
 
 GPT2 = GPT2Config(vocab_size=256, n_positions=64, n_embd=32, n_layer=2, n_head=2)
-HYBRID = dataclasses.replace(presets.tiny_hybrid(), vocab_size=256)
+HYBRID = dataclasses.replace(
+    presets.tiny_hybrid(),
+    vocab_size=256,
+    hidden_size=32,
+    num_hidden_layers=2,
+    linear_attn_config=LinearAttentionConfig(head_dim=16, num_heads=2, kda_layers=(1,), full_attn_layers=(2,)),
+    first_k_dense_replace=0,
+    num_experts=4,
+)
+"""One KDA and one MLA layer, both with experts."""
 
 
 def write_text(directory: Path, documents: int = 6, sentences: int = 60) -> Path:
@@ -43,11 +53,17 @@ def run_config(text: Path, model=GPT2, **train) -> RunConfig:
     )
 
 
-def make_step(config: RunConfig):
-    """(a fresh state, the jitted step)."""
+def make_step(config: RunConfig, *, abstract: bool = False):
+    """(a fresh state, or its shapes and dtypes, and the jitted step); equal configurations share what is compiled."""
+    fresh, step = _functions(config)
+    return jax.eval_shape(fresh) if abstract else fresh(), step
+
+
+@functools.lru_cache
+def _functions(config: RunConfig):
     optimizer = make_optimizer(config.optim)
-    state = jax.jit(lambda: initial_state(config.model, optimizer, config.train.seed))()
-    return state, make_train_step(structure(config.model), optimizer, make_schedule(config.optim, config.train.steps), config)
+    fresh = jax.jit(lambda: initial_state(config.model, optimizer, config.train.seed))
+    return fresh, make_train_step(structure(config.model), optimizer, make_schedule(config.optim, config.train.steps), config)
 
 
 def random_batch(rows: int, seq_len: int = 32, seed: int = 0, lengths: list[int] | None = None) -> Batch:
