@@ -224,17 +224,25 @@ def _fingerprints(arrays: list[Array]) -> UInt32[Array, "n"]:
 
 
 def load(path: str | Path, *, dtype: Any = None, mesh: jax.sharding.Mesh | None = None) -> nnx.Module:
-    """The model of a run directory, from its newest complete checkpoint, ready to call.
+    """The model of a run directory, from its newest complete checkpoint, or of a Hugging Face directory, ready to call.
 
     Args:
-        path: the run directory.
-        dtype: compute dtype that parameters are cast to, by name (`layers.params`); None keeps the float32 masters.
-        mesh: places the parameters on a mesh by their logical axes; None leaves them on one device.
+        path: the directory.
+        dtype: compute dtype that parameters are cast to, by name (`layers.params`); None keeps the float32 masters of a run, or the
+            dtypes of the files.
+        mesh: must be None: placing parameters on a mesh is not built yet.
 
     Raises:
-        UserError: not a run directory, or no complete checkpoint in it.
+        UserError: neither kind of directory, or nothing complete in it (`hf.BadCheckpoint` lists all that is wrong).
+        NotImplementedError: a mesh was given.
     """
-    return load_run(path, dtype=dtype, mesh=mesh).model
+    if mesh is not None:
+        raise NotImplementedError("mesh must be None: placing a model's parameters on a mesh is not built yet")
+    if any(Path(path).glob("*.safetensors*")):
+        from kda_jax import hf
+
+        return hf.load_model(path, dtype=dtype)
+    return load_run(path, dtype=dtype).model
 
 
 class Run(NamedTuple):
@@ -245,7 +253,7 @@ class Run(NamedTuple):
     model: nnx.Module
 
 
-def load_run(path: str | Path, *, dtype: Any = None, mesh: jax.sharding.Mesh | None = None, say: Say = print) -> Run:
+def load_run(path: str | Path, *, dtype: Any = None, say: Say = print) -> Run:
     """`load`, with the run's configuration and the step."""
     from kda_jax import models
     from kda_jax.layers.params import cast
@@ -259,8 +267,6 @@ def load_run(path: str | Path, *, dtype: Any = None, mesh: jax.sharding.Mesh | N
             config = from_dict(meta["config"])
             abstract = nnx.eval_shape(lambda config=config: models.build(config.model, nnx.Rngs(0)))
             target = flatten(_model_item(*split(abstract)[1:]))
-            if mesh is not None:
-                target = _on_mesh(abstract, target, mesh)
             leaves = read_arrays(directory, "model", target, meta["fingerprints"]["model"])
         except DamagedCheckpoint as error:
             say(f"skipping damaged checkpoint {directory}: {error}")

@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal
 
 import tyro
 
@@ -257,6 +258,46 @@ def explain(args: list[str]) -> None:
         ops.explain(options.op, *spec.arrays(inputs), implementation=options.implementation)
     except (ValueError, NotImplementedError) as error:
         raise UserError(str(error)) from error
+
+
+@dataclasses.dataclass(frozen=True)
+class ImportOptions:
+    """Make a run directory of a Hugging Face checkpoint: GPT-2 or Kimi Linear."""
+
+    directory: tyro.conf.Positional[Path]
+    """With config.json and safetensors files."""
+    run: tyro.conf.Positional[Path]
+    """Run directory to make, at step 0."""
+
+
+def _import(args: list[str]) -> None:
+    options = _parse("import", ImportOptions, args)
+    from kda_jax.hf.runs import import_run
+
+    import_run(options.directory, options.run)
+
+
+COMMANDS["import"] = "make a run directory of a Hugging Face checkpoint", _import
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportOptions:
+    """Write a trained model as a directory that transformers loads."""
+
+    run: tyro.conf.Positional[Path]
+    """Run directory."""
+    directory: tyro.conf.Positional[Path]
+    """Directory to make."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of all but the gates' and the router's few float32 parameters."""
+
+
+@command("write a trained model as a directory that transformers loads")
+def export(args: list[str]) -> None:
+    options = _parse("export", ExportOptions, args)
+    from kda_jax.hf.runs import export_run
+
+    export_run(options.run, options.directory, dtype=options.dtype)
 
 
 def _warn(line: str) -> None:

@@ -127,7 +127,7 @@ def oracle(spec: OpSpec, problem: Problem) -> dict[str, np.ndarray]:
     q[padding], k[padding], v[padding], beta[padding], alpha[padding] = 0, 0, 0, 0, 1
     alpha[reset] = 0
 
-    B, T, HV, V = v.shape
+    B, T, HV, _ = v.shape
     states, values = [cast(problem.initial_state)], []
     o = np.zeros(v.shape)
     for t in range(T):

@@ -3,6 +3,7 @@
 import itertools
 import re
 
+from kda_jax.errors import UserError
 from kda_jax.hf.family import Family
 from kda_jax.hf.fields import Fields
 from kda_jax.hf.forms import HEADS, MATRIX, TAPS, Tensor
@@ -156,7 +157,11 @@ def _ffn_kinds(first: int, every: int, layers: int) -> list[str]:
 
 
 def write_config(config: KimiLinearConfig) -> dict:
-    """The release's fields, and the two lists by which transformers goes."""
+    """The release's fields, and the two lists by which transformers goes. Raises UserError for what transformers would compute otherwise."""
+    if config.moe_router_activation_func != "sigmoid":
+        raise UserError(f"transformers' Kimi Linear routes by sigmoid, not by {config.moe_router_activation_func}: it cannot be exported")
+    if config.tie_word_embeddings:
+        raise UserError("transformers' Kimi Linear does not tie its head to the embedding: it cannot be exported")
     linear, layers = config.linear_attn_config, config.num_hidden_layers
     return {
         "architectures": ["KimiLinearForCausalLM"],

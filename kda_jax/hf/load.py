@@ -121,13 +121,17 @@ def _names(found: list[Tensor], family: Family, config: ModelConfig, problems: l
         if family.ignored.fullmatch(name):
             ignored.append(tensor.name)
         elif name in by_name:
-            problems.append(f"{by_name[name].name} in {by_name[name].file.name} and {tensor.name} in {tensor.file.name} are the same tensor")
+            problems.append(
+                f"{by_name[name].name} in {by_name[name].file.name} and {tensor.name} in {tensor.file.name} are the same tensor"
+            )
         else:
             by_name[name] = tensor
     head = by_name.pop("lm_head.weight", None) if _is_tied(config) else None
     if head is not None:
         ignored.append(head.name)
-        embedding = by_name.get(next(tensor.name for ours, tensor in family.top.items() if ours in ("wte.embedding", "embed_tokens.embedding")))
+        embedding = by_name.get(
+            next(tensor.name for ours, tensor in family.top.items() if ours in ("wte.embedding", "embed_tokens.embedding"))
+        )
         if embedding is not None and not _equal(head, embedding):
             problems.append(f"{head.name} differs from {embedding.name}, though the model ties them")
     return by_name, tuple(ignored)

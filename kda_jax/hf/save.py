@@ -32,21 +32,20 @@ def save(model: nnx.Module, directory: str | Path, *, dtype: Any = None, max_fil
         max_file_bytes: size of one file, and of what is in host memory at a time. A tensor is never divided.
 
     Raises:
-        UserError: no released form is known for the model, or the directory is not empty.
+        UserError: transformers has no such model, or the directory is not empty.
     """
     directory = Path(directory)
     family = next((family for family in FAMILIES.values() if type(model.config) is family.config_class), None)
     if family is None:
         known = ", ".join(FAMILIES)
         raise UserError(f"a {type(model).__name__} has no form that transformers loads; export knows {known}")
-    if getattr(model.config, "moe_router_activation_func", "sigmoid") != "sigmoid":
-        raise UserError("transformers' Kimi Linear routes by sigmoid; moe_router_activation_func 'softmax' cannot be exported")
+    config = family.write_config(model.config)
     refuse_occupied(directory)
     params = nnx.to_pure_dict(nnx.state(model))
     params = params if dtype is None else cast(params, jnp.dtype(dtype))
     arrays = flatten(params)
     embedding = arrays[next(path for path in family.top if path in arrays)]
-    config = family.write_config(model.config) | {"dtype": jnp.dtype(embedding.dtype).name}
+    config |= {"dtype": jnp.dtype(embedding.dtype).name}
     with Partial(directory) as partial:
         write(partial, sorted(_pending(family, model.stack.layout, arrays), key=_order), max_file_bytes)
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -83,7 +82,9 @@ def _pending(family: Family, layout: Any, arrays: dict[str, Array]) -> Iterator[
         names, form = source(family, layout, path, array.shape)
         shape = form.shape(array.shape[names.ndim :])
         for index, name in np.ndenumerate(names):
-            yield Pending(name, shape, np.dtype(array.dtype), lambda array=array, index=index, form=form: form.write(np.asarray(array[index])))
+            yield Pending(
+                name, shape, np.dtype(array.dtype), lambda array=array, index=index, form=form: form.write(np.asarray(array[index]))
+            )
 
 
 def _order(tensor: Pending) -> tuple:

@@ -12,7 +12,6 @@ from kda_jax.models.config import KimiLinearConfig, ModelConfig
 from kda_jax.models.factory import build
 from kda_jax.models.language_model import LanguageModel
 
-_LOOKED_UP = ("embed_tokens", "wpe")
 _DELTA_RULE = ("DeltaNet", "GatedDeltaNet", "KimiDeltaAttention")
 _CHUNK = 64
 
@@ -70,7 +69,8 @@ def count(config: ModelConfig, *, dtype=jnp.bfloat16) -> Count:
     total = sum(sizes.values())
     active = total - _idle(config, sizes)
     tied = getattr(config, "tie_word_embeddings", True)
-    looked_up = sum(n for path, n in sizes.items() if any(f"'{name}'" in path for name in _LOOKED_UP[tied:]))
+    tables = ["wpe"] if tied else ["wpe", "embed_tokens"]
+    looked_up = sum(n for path, n in sizes.items() if any(f"'{name}'" in path for name in tables))
     used = active - looked_up
     recurrent, per_position = _mixer_flops(config, model)
     return Count(total, active, used, 2 * used + recurrent, per_position, *_cache_bytes(model, dtype))

@@ -91,12 +91,8 @@ def recurrences():
     def with_state(f, last="g", state="initial_state"):
         return lambda **x: name(f(x["q"], x["k"], x["v"], *([x[last]] if last else []), **{state: x[state]}, output_final_state=True))
 
-    kda_ = lambda q, k, v, gk, beta, initial_state: name(
-        kda(q, k, v, gk, beta, initial_state=initial_state, output_final_state=True)
-    )
-    gdn_ = lambda q, k, v, g, beta, initial_state: name(
-        gdn(q, k, v, beta, g, initial_state=initial_state, output_final_state=True)
-    )
+    kda_ = lambda q, k, v, gk, beta, initial_state: name(kda(q, k, v, gk, beta, initial_state=initial_state, output_final_state=True))
+    gdn_ = lambda q, k, v, g, beta, initial_state: name(gdn(q, k, v, beta, g, initial_state=initial_state, output_final_state=True))
     plain = recurrence_inputs(5, 2, 2)
     del plain["initial_state"]
     return {
@@ -194,7 +190,7 @@ def lineage_layers():
 
     gpt2 = GPT2Config(n_embd=12, n_head=3, n_inner=20, n_positions=32, attn_implementation="eager")
     mask = torch.full((19, 19), -torch.inf).triu(1)[None, None]
-    block = record_layer(GPT2Block(gpt2, layer_idx=0), 12, lambda m, x: (y if torch.is_tensor(y := m(x, attention_mask=mask)) else y[0]), 24)
+    block = record_layer(GPT2Block(gpt2, layer_idx=0), 12, lambda m, x: y if torch.is_tensor(y := m(x, attention_mask=mask)) else y[0], 24)
     mamba = Mamba2Config(
         hidden_size=12, num_heads=4, head_dim=6, expand=2, state_size=8, n_groups=1, num_hidden_layers=1, chunk_size=16, use_bias=False
     )

@@ -10,7 +10,7 @@ from flax import nnx
 
 from kda_jax import layers
 from kda_jax.hf import gpt2, kimi_linear
-from kda_jax.hf.forms import MATRIX, PLAIN, TAPS, Tensor
+from kda_jax.hf.forms import MATRIX, TAPS, Tensor
 from kda_jax.models import GPT2Config
 from kda_jax.models.gpt2 import GPT2Block
 from kda_jax.testing import assert_close
