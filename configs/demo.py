@@ -1,4 +1,12 @@
-"""demo"""
+"""The demo: a small Kimi Linear (KDA, KDA, KDA, MLA; experts in all layers but the first) over the bytes of real English.
+
+    kda-jax data
+    kda-jax train --config configs/demo.py --run-dir runs/demo
+    kda-jax generate runs/demo --prompt "The Congress of the United States"
+
+1,864,364 parameters, 800 steps of 1,024 tokens: about five minutes of processor time, half of that on two idle cores.
+Expected: 2.54 bits per byte on held-out documents (3.19 at step 200, 2.86 at 400, 2.65 at 600).
+"""
 
 import dataclasses
 
