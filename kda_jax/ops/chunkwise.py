@@ -24,7 +24,8 @@ from kda_jax.ops.triangular import HIGHEST, unit_lower_inverse
 
 # Tokens x heads that one scan step prepares together: small enough to stay in a CPU's cache, large enough to fill an accelerator.
 GROUP_TOKEN_HEADS = {"cpu": 2**10, "accelerator": 2**18}
-# A group of fewer tokens compiles to other loops with other rounding: with this floor appending tokens never changes a bit before them.
+# Loops of other lengths compile to other rounding. On a CPU groups are therefore always whole, and of at least this many tokens:
+# appending tokens then never changes a bit before them.
 GROUP_TOKENS = 64
 
 
@@ -65,9 +66,10 @@ def chunkwise(
     """
     B, T = q.shape[:2]
     static = _Static(scale, chunk_size, HIGHEST if q.dtype.itemsize >= 4 else jax.lax.Precision.DEFAULT)
-    budget = GROUP_TOKEN_HEADS["cpu" if jax.default_backend() == "cpu" else "accelerator"]
+    cpu = jax.default_backend() == "cpu"
+    budget = GROUP_TOKEN_HEADS["cpu" if cpu else "accelerator"]
     most = max(1, GROUP_TOKENS // chunk_size, budget // (B * v.shape[2] * chunk_size))
-    length = chunk_size * min(most, max(-(-T // chunk_size), -(-GROUP_TOKENS // chunk_size)))
+    length = chunk_size * (most if cpu else min(most, -(-T // chunk_size)))
     if g is not None and g.ndim == 3:
         g = g[..., None]
     if beta is not None:
