@@ -24,8 +24,8 @@ from kda_jax.ops.triangular import HIGHEST, unit_lower_inverse
 
 # Tokens x heads that one scan step prepares together: small enough to stay in a CPU's cache, large enough to fill an accelerator.
 GROUP_TOKEN_HEADS = {"cpu": 2**10, "accelerator": 2**18}
-# Loops of other lengths compile to other rounding. On a CPU groups are therefore always whole, and of at least this many tokens:
-# appending tokens then never changes a bit before them.
+# Loops of other lengths compile to other rounding, and a loop of one step is no loop. On a CPU groups are therefore always whole, of at
+# least this many tokens, and two at least: appending tokens then never changes a bit before them.
 GROUP_TOKENS = 64
 
 
@@ -75,7 +75,8 @@ def chunkwise(
     if beta is not None:
         beta = beta[..., None]
     # Padding with zeros (no decay, no write) changes nothing.
-    groups = jax.tree.map(functools.partial(_to_groups, length=length), (q, k, v, g, beta))
+    count = max(-(-T // length), 2 if cpu else 1)
+    groups = jax.tree.map(functools.partial(_to_groups, length=length, count=count), (q, k, v, g, beta))
     o, state = _scan_groups(static, groups, initial_state)
     return _from_groups(o, T), state
 
@@ -276,10 +277,10 @@ def _t_dot(static, a, b):
     return jnp.einsum("...ki,...kj->...ij", a, b, precision=static.precision)
 
 
-def _to_groups(x, length):
-    """[B, T, ...] -> [G, B, length, ...], padded with zeros."""
-    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % length)) + ((0, 0),) * (x.ndim - 2))
-    return jnp.moveaxis(x.reshape(x.shape[0], -1, length, *x.shape[2:]), 1, 0)
+def _to_groups(x, length, count):
+    """[B, T, ...] -> [count, B, length, ...], padded with zeros."""
+    x = jnp.pad(x, ((0, 0), (0, count * length - x.shape[1])) + ((0, 0),) * (x.ndim - 2))
+    return jnp.moveaxis(x.reshape(x.shape[0], count, length, *x.shape[2:]), 1, 0)
 
 
 def _from_groups(x, T):
