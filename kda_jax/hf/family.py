@@ -21,6 +21,8 @@ class Family(NamedTuple):
     """Our configuration -> config.json without the dtype."""
     stack: str
     """Our name of the stack of layers."""
+    embedding: str
+    """Our name of the token embedding, which is the head as well where that is tied."""
     top: dict[str, Tensor]
     """Arrays outside the layers, by our name."""
     layer_prefix: str

@@ -96,6 +96,11 @@ def _tensor(path: Path, name: str, part, reader: Reader, problems: list[str]) ->
     return Tensor(path, name, tuple(part.get_shape()), DTYPES.get(part.get_dtype(), np.dtype("float32")), reader)
 
 
+def by_number(name: str) -> tuple:
+    """Sort key of names: numbers compare as numbers, layer 2 before layer 10."""
+    return tuple((0, int(part), "") if part.isdecimal() else (1, 0, part) for part in name.split("."))
+
+
 class Pending(NamedTuple):
     """A tensor to be written."""
 

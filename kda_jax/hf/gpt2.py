@@ -74,6 +74,7 @@ FAMILY = Family(
     read_config=read_config,
     write_config=write_config,
     stack="h",
+    embedding="wte.embedding",
     top=TOP,
     layer_prefix="transformer.h.{i}.",
     layer=LAYER,

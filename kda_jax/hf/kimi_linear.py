@@ -204,6 +204,7 @@ FAMILY = Family(
     read_config=read_config,
     write_config=write_config,
     stack="layers",
+    embedding="embed_tokens.embedding",
     top=TOP,
     layer_prefix="model.layers.{i}.",
     layer=LAYER,

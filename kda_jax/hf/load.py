@@ -1,5 +1,6 @@
 """Reading a Hugging Face checkpoint into our arrays, checked in both directions before anything is read."""
 
+import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +17,7 @@ from kda_jax.errors import nearest
 from kda_jax.hf import gpt2, kimi_linear
 from kda_jax.hf.family import Family, Source, source
 from kda_jax.hf.fields import Fields
-from kda_jax.hf.files import Tensor, tensors
+from kda_jax.hf.files import Tensor, by_number, tensors
 from kda_jax.hf.problems import BadCheckpoint
 from kda_jax.layers.params import FLOAT32, has_name
 from kda_jax.models.config import GPT2Config, ModelConfig
@@ -88,7 +89,7 @@ def inspect(directory: str | Path) -> Checkpoint:
     found = tensors(directory, problems)
     if config is None:
         raise BadCheckpoint(directory, problems)
-    abstract_model = nnx.eval_shape(lambda: models.build(config, nnx.Rngs(0)))
+    abstract_model = _abstract(config)
     graphdef, state = nnx.split(abstract_model)
     abstract = nnx.to_pure_dict(state)
     layout = abstract_model.stack.layout
@@ -98,6 +99,11 @@ def inspect(directory: str | Path) -> Checkpoint:
     if problems:
         raise BadCheckpoint(directory, problems)
     return Checkpoint(config, sources, by_name, ignored, graphdef, abstract)
+
+
+@functools.lru_cache(maxsize=4)
+def _abstract(config: ModelConfig) -> nnx.Module:
+    return nnx.eval_shape(lambda: models.build(config, nnx.Rngs(0)))
 
 
 def _read_json(directory: Path, problems: list[str]) -> dict | None:
@@ -129,9 +135,7 @@ def _names(found: list[Tensor], family: Family, config: ModelConfig, problems: l
     head = by_name.pop("lm_head.weight", None) if _is_tied(config) else None
     if head is not None:
         ignored.append(head.name)
-        embedding = by_name.get(
-            next(tensor.name for ours, tensor in family.top.items() if ours in ("wte.embedding", "embed_tokens.embedding"))
-        )
+        embedding = by_name.get(family.top[family.embedding].name)
         if embedding is not None and not _equal(head, embedding):
             problems.append(f"{head.name} differs from {embedding.name}, though the model ties them")
     return by_name, tuple(ignored)
@@ -150,19 +154,20 @@ def _equal(a: Tensor, b: Tensor, rows: int = 4096) -> bool:
 
 def _check(sources: dict[str, Source], ours: dict[str, Any], found: dict[str, Tensor], problems: list[str]) -> None:
     """Both directions: every array of ours filled with tensors of the right shape, every tensor used."""
-    used = set()
-    for path, (names, form) in sources.items():
-        shape = ours[path].shape[names.ndim :]
-        for name in names.flat:
-            used.add(name)
-            tensor = found.get(name)
-            if tensor is None:
-                problems.append(f"{name} is missing")
-            elif not form.accepts(tensor.shape, shape):
+    wanted = {name: (form, ours[path].shape[names.ndim :]) for path, (names, form) in sources.items() for name in names.flat}
+    few = len(found.keys() - wanted.keys()) < 10  # finding the nearest of twenty thousand names takes a while
+    for name in sorted(wanted.keys() | found.keys(), key=by_number):
+        tensor = found.get(name)
+        if tensor is None:
+            problems.append(f"{name} is missing")
+        elif name not in wanted:
+            problems.append(f"{tensor.name} is not part of the model{nearest(name, wanted, 1) if few else ''}")
+        else:
+            form, shape = wanted[name]
+            if not form.accepts(tensor.shape, shape):
                 problems.append(f"{tensor.name} has shape {tensor.shape}, expected {form.shape(shape)}")
             elif (sentence := form.problem(tensor, shape)) is not None:
                 problems.append(f"{tensor.name} {sentence}")
-    problems += [f"{found[name].name} is not part of the model{nearest(name, used, 1)}" for name in sorted(found.keys() - used)]
 
 
 def _read_all(checkpoint: Checkpoint, dtype: Any, shardings: Mapping[str, jax.sharding.Sharding]) -> dict:

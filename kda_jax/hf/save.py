@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 from kda_jax.errors import UserError
 from kda_jax.hf.family import Family, source
-from kda_jax.hf.files import Pending, write
+from kda_jax.hf.files import Pending, by_number, write
 from kda_jax.hf.load import FAMILIES
 from kda_jax.layers.params import cast
 from kda_jax.train.state import flatten
@@ -44,10 +44,9 @@ def save(model: nnx.Module, directory: str | Path, *, dtype: Any = None, max_fil
     params = nnx.to_pure_dict(nnx.state(model))
     params = params if dtype is None else cast(params, jnp.dtype(dtype))
     arrays = flatten(params)
-    embedding = arrays[next(path for path in family.top if path in arrays)]
-    config |= {"dtype": jnp.dtype(embedding.dtype).name}
+    config |= {"dtype": jnp.dtype(arrays[family.embedding].dtype).name}
     with Partial(directory) as partial:
-        write(partial, sorted(_pending(family, model.stack.layout, arrays), key=_order), max_file_bytes)
+        write(partial, sorted(_pending(family, model.stack.layout, arrays), key=lambda tensor: by_number(tensor.name)), max_file_bytes)
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -85,8 +84,3 @@ def _pending(family: Family, layout: Any, arrays: dict[str, Array]) -> Iterator[
             yield Pending(
                 name, shape, np.dtype(array.dtype), lambda array=array, index=index, form=form: form.write(np.asarray(array[index]))
             )
-
-
-def _order(tensor: Pending) -> tuple:
-    """Names with their numbers compared as numbers: layer 2 before layer 10."""
-    return tuple((0, int(part), "") if part.isdecimal() else (1, 0, part) for part in tensor.name.split("."))
