@@ -6,6 +6,7 @@ Batch n is a function of (text, seed, n) and of nothing else: not of how many ho
 position in the data is therefore one number, and each host takes its share of the global batch.
 """
 
+import functools
 import hashlib
 import zlib
 from collections.abc import Iterator, Sequence
@@ -115,6 +116,7 @@ class Rows:
         missing = (0, self.seq_len + 1 - len(tokens))
         return Batch(np.pad(tokens, missing), np.pad(segment_ids, missing, constant_values=PADDING))
 
+    @functools.cached_property
     def checksum(self) -> int:
         """Tells whether a resumed run reads the same tokens."""
         return zlib.crc32(self.starts.tobytes(), zlib.crc32(self.tokens.tobytes()))

@@ -83,6 +83,8 @@ def train(config: RunConfig, run_dir: str | Path, console: Console | None = None
 
 
 def _prepare(config: RunConfig) -> _Parts:
+    if jax.process_count() > 1:
+        raise UserError(f"this is one of {jax.process_count()} processes, and training over several is not built yet: start one")
     tokenizer = build_tokenizer(config.data.tokenizer, config.data.vocabulary)
     if config.model.vocab_size < tokenizer.vocab_size:
         raise UserError(
@@ -123,7 +125,7 @@ def _refuse_differences(place: Path, saved: RunConfig, wanted: RunConfig) -> Non
 def _start(parts: _Parts, checkpoints: Checkpoints, say: Any) -> TrainState:
     """The newest complete checkpoint, or a fresh state."""
     config = parts.config
-    tokens = parts.corpus.train.checksum()
+    tokens = parts.corpus.train.checksum
 
     def check(meta: dict) -> None:
         _refuse_differences(Path("the checkpoint"), from_dict(meta["config"]), config)
@@ -159,13 +161,7 @@ class _Loop:
     def run(self) -> Evaluation:
         """Steps up to `train.steps`, then the last evaluation."""
         config, first = self._config, int(self._state.step)
-        batches = Batches(
-            self._parts.corpus.train,
-            batch_size=config.train.batch_size,
-            seed=config.train.seed,
-            process_index=jax.process_index(),
-            process_count=jax.process_count(),
-        )
+        batches = Batches(self._parts.corpus.train, batch_size=config.train.batch_size, seed=config.train.seed)
         pending = None  # metrics are read one step late, so that the device always has work
         evaluation, saved = None, first if first else None
         with _stop_requests() as stopped:
@@ -198,7 +194,7 @@ class _Loop:
             meta = {
                 "step": number,
                 "examples": number * config.train.batch_size,
-                "tokens": self._parts.corpus.train.checksum(),
+                "tokens": self._parts.corpus.train.checksum,
                 "config": to_dict(config),
                 "versions": {"kda_jax": kda_jax.__version__, "jax": jax.__version__},
             }
