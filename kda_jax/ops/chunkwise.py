@@ -24,8 +24,9 @@ from kda_jax.ops.triangular import HIGHEST, unit_lower_inverse
 
 # Tokens x heads that one scan step prepares together: small enough to stay in a CPU's cache, large enough to fill an accelerator.
 GROUP_TOKEN_HEADS = {"cpu": 2**10, "accelerator": 2**18}
-# Loops of other lengths compile to other rounding, and a loop of one step is no loop. On a CPU groups are therefore always whole, of at
-# least this many tokens, and two at least: appending tokens then never changes a bit before them.
+# On a CPU groups are always whole, of at least this many tokens, and two at least. Loops of other lengths compile to other rounding, so
+# that appending tokens would change bits before them; and a scan of one step, which XLA dissolves, has returned uninitialised memory at
+# its default optimisation (jax 0.10.2 and 0.12; tests/ops/test_default_flags.py).
 GROUP_TOKENS = 64
 
 
