@@ -8,12 +8,14 @@ CODE = """
 import jax
 from kda_jax import ops, testing
 
-for name in ("kda", "gated_linear_attention", "gated_delta_rule"):
-    for B, T, H, K in ((2, 31, 4, 32), (1, 64, 1, 128), (1, 130, 2, 16)):
-        spec = ops.REGISTRY[name]
-        problem = testing.make_problem(spec, jax.random.key(0), B=B, T=T, H=H, HV=H, K=K, V=K)
-        for result, error in testing.errors(spec, problem, implementation="xla").items():
-            assert error.rms <= testing.TOLERANCE["float32"].gradient, (name, (B, T, H, K), result, str(error))
+for name, spec in ops.REGISTRY.items():
+    for B, T, H, K in ((2, 31, 4, 32), (1, 64, 1, 128), (1, 300, 2, 16)):
+        arrays = spec.arrays(spec.make_inputs(jax.random.key(0), B=B, T=T, H=H, HV=H, K=K, V=K))
+        # The forward alone: with its backward in the same program XLA fused otherwise and the fault did not show.
+        found = jax.jit(lambda *a: getattr(ops, name)(*a, implementation="xla"))(*arrays)
+        reference = getattr(ops, name)(*arrays, implementation="scan")
+        testing.assert_close(f"{name} {(B, T, H, K)} o", found.o, reference.o, 2e-6)
+        testing.assert_close(f"{name} {(B, T, H, K)} final state", found.final_state, reference.final_state, 2e-6)
 """
 
 
