@@ -47,7 +47,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW and its schedule; steps are optimizer steps."""
+    """The optimizer and its schedule; steps are optimizer steps."""
 
     learning_rate: float = 3e-3
     """Peak."""
@@ -70,8 +70,33 @@ class OptimConfig:
     center_router_bias: bool = False
     """Subtract the mean of each update, which keeps the mean bias at 0 and changes no selection."""
 
+    algorithm: Literal["adamw", "muon"] = "adamw"
+    """muon: weight matrices by Muon, all other parameters by AdamW, at the same rate and decay; see kda_jax/train/muon.py."""
+    momentum: float = 0.95
+    """Of Muon."""
+    update_rms: float = 0.2
+    """RMS of Muon's updates before the learning rate: about that of AdamW's, so that rates carry over."""
+    newton_schulz_dtype: Literal["float32", "bfloat16"] = "float32"
+    """In which Muon orthogonalises."""
+    first_moment_dtype: Literal["float32", "bfloat16"] = "float32"
+    """In which Adam's mean and Muon's momentum are stored; they are computed in float32."""
+    second_moment_dtype: Literal["float32", "bfloat16"] = "float32"
+    """In which Adam's mean of squares is stored."""
+    no_decay: tuple[str, ...] = ()
+    """Names of more parameters or modules without weight decay: "embedding", "lm_head"."""
+    qk_clip: float | None = None
+    """Largest attention logit of an MLA head that is let be; a head above it has its query and key weights scaled down after the step
+    (Kimi K2: 100). None: never; see kda_jax/train/qk_clip.py."""
     def __post_init__(self):
         _check(self.learning_rate > 0, f"optim.learning_rate must be positive, got {self.learning_rate}")
+        object.__setattr__(self, "no_decay", tuple(self.no_decay))
+        _check(self.algorithm in ("adamw", "muon"), f"optim.algorithm must be 'adamw' or 'muon', got {self.algorithm!r}")
+        _check(0 <= self.momentum < 1, f"optim.momentum must lie in 0..1, got {self.momentum}")
+        _check(self.update_rms > 0, f"optim.update_rms must be positive, got {self.update_rms}")
+        _check(self.qk_clip is None or self.qk_clip > 0, f"optim.qk_clip must be positive or None, got {self.qk_clip}")
+        for name in ("newton_schulz_dtype", "first_moment_dtype", "second_moment_dtype"):
+            value = getattr(self, name)
+            _check(value in ("float32", "bfloat16"), f"optim.{name} must be float32 or bfloat16, got {value!r}")
         _check(self.schedule in ("cosine", "wsd"), f"optim.schedule must be 'cosine' or 'wsd', got {self.schedule!r}")
         _check(self.warmup_steps >= 0, f"optim.warmup_steps must not be negative, got {self.warmup_steps}")
         _check(0 <= self.decay_fraction <= 1, f"optim.decay_fraction must lie in 0..1, got {self.decay_fraction}")

@@ -12,6 +12,8 @@ class MixerOutput(NamedTuple):
     y: Float[Array, "B T D"]
     cache: Any
     """The cache after these tokens; None if none was given."""
+    max_logits: Float[Array, "H"] | None = None
+    """Largest attention score of each head, where the mixer has such scores and no cache was given: what QK-clip goes by."""
 
 
 class RecurrentCache(NamedTuple):

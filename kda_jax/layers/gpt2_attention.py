@@ -33,9 +33,8 @@ class GPT2Attention(nnx.Module):
         self.num_heads = num_heads
         self.head_dim = hidden_size // num_heads
         std = initializer_range if residual_initializer_range is None else residual_initializer_range
-        self.c_attn = linear(
-            hidden_size, 3 * hidden_size, ("embed", "heads"), use_bias=True, initializer_range=initializer_range, rngs=rngs
-        )
+        heads = {"axes": ("embed", "heads"), "split": (self.head_dim,)}
+        self.c_attn = linear(hidden_size, 3 * hidden_size, **heads, use_bias=True, initializer_range=initializer_range, rngs=rngs)
         self.c_proj = linear(hidden_size, hidden_size, ("heads", "embed"), use_bias=True, initializer_range=std, rngs=rngs)
 
     def __call__(

@@ -16,18 +16,21 @@ def linear(
     initializer_range: float,
     rngs: nnx.Rngs,
     use_bias: bool = False,
+    split: tuple[int, ...] | None = None,
 ) -> nnx.Linear:
     """y = x kernel (+ bias): kernel [in, out] ~ N(0, initializer_range^2), bias 0.
 
     Args:
         axes: logical names of the kernel's axes, kept as metadata `axes` on the parameters (see `kda_jax.sharding`).
+        split: where the kernel is several matrices side by side, the widths of their columns, a pattern that repeats: `(K,)` for heads
+            of width K. Kept as metadata `split`, for optimizers that treat a weight as a matrix (see `kda_jax.train.muon`).
     """
     return nnx.Linear(
         in_features,
         out_features,
         use_bias=use_bias,
         kernel_init=nnx.initializers.normal(initializer_range),
-        kernel_metadata={"axes": axes},
+        kernel_metadata={"axes": axes, "split": split},
         bias_metadata={"axes": axes[1:]},
         rngs=rngs,
     )

@@ -48,9 +48,9 @@ class KimiDeltaAttention(nnx.Module):
         self.lower_bound = lower_bound
         keys, values = num_heads * head_dim, num_heads * self.head_v_dim
         init = {"initializer_range": initializer_range, "rngs": rngs}
-        self.q_proj = linear(hidden_size, keys, ("embed", "heads"), **init)
-        self.k_proj = linear(hidden_size, keys, ("embed", "heads"), **init)
-        self.v_proj = linear(hidden_size, values, ("embed", "heads"), **init)
+        self.q_proj = linear(hidden_size, keys, ("embed", "heads"), split=(head_dim,), **init)
+        self.k_proj = linear(hidden_size, keys, ("embed", "heads"), split=(head_dim,), **init)
+        self.v_proj = linear(hidden_size, values, ("embed", "heads"), split=(self.head_v_dim,), **init)
         self.q_conv1d = ShortConv(keys, short_conv_kernel_size, rngs=rngs)
         self.k_conv1d = ShortConv(keys, short_conv_kernel_size, rngs=rngs)
         self.v_conv1d = ShortConv(values, short_conv_kernel_size, rngs=rngs)

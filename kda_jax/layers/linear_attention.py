@@ -57,9 +57,9 @@ class LinearAttention(nnx.Module):
         self.variant = variant
         keys, values = num_heads * head_dim, num_heads * self.head_v_dim
         init = {"initializer_range": initializer_range, "rngs": rngs}
-        self.q_proj = linear(hidden_size, keys, ("embed", "heads"), **init)
-        self.k_proj = linear(hidden_size, keys, ("embed", "heads"), **init)
-        self.v_proj = linear(hidden_size, values, ("embed", "heads"), **init)
+        self.q_proj = linear(hidden_size, keys, ("embed", "heads"), split=(head_dim,), **init)
+        self.k_proj = linear(hidden_size, keys, ("embed", "heads"), split=(head_dim,), **init)
+        self.v_proj = linear(hidden_size, values, ("embed", "heads"), split=(self.head_v_dim,), **init)
         self.o_norm = RMSNorm(self.head_v_dim, eps=rms_norm_eps) if variant == "modern" else None
         self.o_proj = linear(values, hidden_size, ("heads", "embed"), **init)
 

@@ -50,7 +50,8 @@ class Mamba2(nnx.Module):
         self.num_heads, self.head_dim, self.state_size, self.num_groups = num_heads, head_dim, state_size, num_groups
         inner, shared = num_heads * head_dim, num_groups * state_size
         init = {"initializer_range": initializer_range, "rngs": rngs}
-        self.in_proj = linear(hidden_size, 2 * inner + 2 * shared + num_heads, ("embed", "heads"), **init)
+        split = inner, inner, shared, shared, num_heads  # z, x, B, C, dt
+        self.in_proj = linear(hidden_size, sum(split), ("embed", "heads"), split=split, **init)
         self.conv1d = ShortConv(inner + 2 * shared, short_conv_kernel_size, use_bias=True, rngs=rngs)
         self.A_log = nnx.Param(log_uniform(rngs.params(), (num_heads,), 1.0, 16.0), axes=("heads",))
         self.dt_bias = nnx.Param(inverse_softplus_of_time_step(rngs.params(), (num_heads,)), axes=("heads",))

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 from kda_jax.layers.caches import LatentCache, MixerOutput, place, write
 from kda_jax.layers.initializers import linear
 from kda_jax.layers.norms import RMSNorm
-from kda_jax.ops.attention import attention
+from kda_jax.ops.attention import AttentionOutput, attention_with_max_logit
 from kda_jax.ops.mla import mla
 
 
@@ -55,18 +55,20 @@ class MultiHeadLatentAttention(nnx.Module):
         self.num_heads, self.kv_lora_rank = num_heads, kv_lora_rank
         self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim = qk_nope_head_dim, qk_rope_head_dim, v_head_dim
         self.scale = (qk_nope_head_dim + qk_rope_head_dim) ** -0.5
-        queries, values = num_heads * (qk_nope_head_dim + qk_rope_head_dim), num_heads * v_head_dim
+        query_dim, values = qk_nope_head_dim + qk_rope_head_dim, num_heads * v_head_dim
+        queries = {"out_features": num_heads * query_dim, "split": (query_dim,)}
         init = {"initializer_range": initializer_range, "rngs": rngs}
         self.low_rank_queries, self.output_gate = q_lora_rank is not None, output_gate
         if q_lora_rank is None:
-            self.q_proj = linear(hidden_size, queries, ("embed", "heads"), **init)
+            self.q_proj = linear(hidden_size, axes=("embed", "heads"), **queries, **init)
         else:
             self.q_a_proj = linear(hidden_size, q_lora_rank, ("embed", "latent"), **init)
             self.q_a_layernorm = RMSNorm(q_lora_rank, eps=latent_norm_eps, axis="latent")
-            self.q_b_proj = linear(q_lora_rank, queries, ("latent", "heads"), **init)
+            self.q_b_proj = linear(q_lora_rank, axes=("latent", "heads"), **queries, **init)
         self.kv_a_proj_with_mqa = linear(hidden_size, kv_lora_rank + qk_rope_head_dim, ("embed", "latent"), **init)
         self.kv_a_layernorm = RMSNorm(kv_lora_rank, eps=latent_norm_eps, axis="latent")
-        self.kv_b_proj = linear(kv_lora_rank, num_heads * (qk_nope_head_dim + v_head_dim), ("latent", "heads"), **init)
+        split = qk_nope_head_dim, v_head_dim  # of each head: W_UK and W_UV
+        self.kv_b_proj = linear(kv_lora_rank, num_heads * sum(split), ("latent", "heads"), split=split, **init)
         if output_gate:
             self.g_proj = linear(hidden_size, values, ("embed", "heads"), **init)
         self.o_proj = linear(values, hidden_size, ("heads", "embed"), **init)
@@ -76,7 +78,8 @@ class MultiHeadLatentAttention(nnx.Module):
     ) -> MixerOutput:
         q, latent = self.queries(x), self.latent(x)
         if cache is None:
-            return MixerOutput(self.output(self.expanded(q, latent, segment_ids), x), None)
+            o, max_logit = self.expanded(q, latent, segment_ids)
+            return MixerOutput(self.output(o, x), None, jnp.max(max_logit, axis=(0, 1)))
         at = place(cache, x.shape[1], segment_ids)
         new_cache = LatentCache(write(cache.latent, latent, at.slot), at.new_length, at.new_start)
 
@@ -86,7 +89,7 @@ class MultiHeadLatentAttention(nnx.Module):
         if x.shape[1] == 1:
             o = continued()
         else:
-            o = jax.lax.cond(jnp.all(cache.length == 0), lambda: self.expanded(q, latent, segment_ids), continued)
+            o = jax.lax.cond(jnp.all(cache.length == 0), lambda: self.expanded(q, latent, segment_ids).o, continued)
         return MixerOutput(self.output(o, x), new_cache)
 
     def queries(self, x: Float[Array, "B T D"]) -> Float[Array, "B T H QK"]:
@@ -101,13 +104,13 @@ class MultiHeadLatentAttention(nnx.Module):
 
     def expanded(
         self, q: Float[Array, "B T H QK"], latent: Float[Array, "B T RP"], segment_ids: Int[Array, "B T"] | None
-    ) -> Float[Array, "B T H V"]:
+    ) -> AttentionOutput:
         """Attention over keys and values of every head: for whole sequences."""
         c, k_rope = jnp.split(latent, [self.kv_lora_rank], axis=-1)
         kv = self.kv_b_proj(c).reshape(*c.shape[:2], self.num_heads, -1)
         k, v = jnp.split(kv, [self.qk_nope_head_dim], axis=-1)
         k_rope = jnp.broadcast_to(k_rope[:, :, None], (*k.shape[:3], self.qk_rope_head_dim))
-        return attention(q, jnp.concatenate([k, k_rope], axis=-1), v, scale=self.scale, segment_ids=segment_ids)
+        return attention_with_max_logit(q, jnp.concatenate([k, k_rope], axis=-1), v, scale=self.scale, segment_ids=segment_ids)
 
     def absorbed(
         self,

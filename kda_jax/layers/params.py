@@ -1,4 +1,4 @@
-"""Which parameters stay float32 and which are not decayed, by name: the only two places where a parameter is special."""
+"""Which parameters stay float32, which are not decayed, and which are matrices, by name: the only places where a parameter is special."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -11,6 +11,12 @@ FLOAT32 = frozenset({"A_log", "dt_bias", "D", "e_score_correction_bias"})
 
 NO_DECAY = FLOAT32 | {"scale", "bias"}
 """No weight decay: the above, the scales of norms, and biases. Names, not ranks: stacking layers adds an axis to every one of them."""
+
+MATRIX = frozenset({"kernel", "w1", "w2", "w3"})
+"""Weights that map one space of features to another, but for the convolutions and the head below. Names again: the stacked scales of
+norms have two axes as well, and the taps of a depthwise convolution are no map."""
+
+_NO_MATRIX = frozenset({"conv1d", "q_conv1d", "k_conv1d", "v_conv1d", "lm_head"})
 
 
 def has_name(path: str | Sequence[Any], names: Collection[str]) -> bool:
@@ -33,9 +39,14 @@ def cast(params: Any, dtype: Any) -> Any:
     return jax.tree_util.tree_map_with_path(one, params)
 
 
-def decay_mask(params: Any) -> Any:
-    """The tree of `params` with True where weight decay applies."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: not has_name(path, NO_DECAY), params)
+def decay_mask(params: Any, exempt: Collection[str] = ()) -> Any:
+    """The tree of `params` with True where weight decay applies: everywhere but NO_DECAY and the names in `exempt`."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: not has_name(path, {*NO_DECAY, *exempt}), params)
+
+
+def is_matrix(path: Sequence[Any]) -> bool:
+    """Whether the last two axes of a parameter are those of a matrix, and axes before them count matrices (experts, stacked layers)."""
+    return _key(path[-1]) in MATRIX and not has_name(path, _NO_MATRIX)
 
 
 def _key(entry: Any) -> Any:

@@ -29,7 +29,7 @@ class Block(nnx.Module):
         x = x + mixed.y
         h = self.post_attention_layernorm(x)
         if hasattr(self, "mlp"):
-            return BlockOutput(x + self.mlp(h), mixed.cache, None)
+            return BlockOutput(x + self.mlp(h), mixed.cache, None, mixed.max_logits)
         routed = self.block_sparse_moe(h, valid=None if segment_ids is None else segments(segment_ids).valid)
         return BlockOutput(x + routed.y, mixed.cache, routed.counts)
 

@@ -17,6 +17,12 @@ BLOCK_ACCELERATOR = 1024
 _NEVER = 2**30  # index of a key that no query sees
 
 
+class AttentionOutput(NamedTuple):
+    o: Float[Array, "B T H V"]
+    max_logit: Float[Array, "B T H"]
+    """Largest scaled score of each query, float32; -inf where nothing is visible. A statistic: it has no gradient."""
+
+
 class _Visibility(NamedTuple):
     """Key j is visible to query i iff start_i <= index_j <= index_i. A padding query has index -1, a padding key _NEVER."""
 
@@ -69,6 +75,24 @@ def attention(
     Numerics: scores, softmax and sums are float32 (float64 for float64 inputs); products of 16-bit inputs run at the device's
         default precision and the probabilities are rounded to v's dtype before they meet v. Masks act before exp.
     """
+    return attention_with_max_logit(q, k, v, scale=scale, segment_ids=segment_ids, q_index=q_index, start=start).o
+
+
+@typing.no_type_check
+def attention_with_max_logit(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B S HK K"],
+    v: Float[Array, "B S HK V"],
+    *,
+    scale: float | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    q_index: Int[Array, "B T"] | None = None,
+    start: Int[Array, "B T"] | None = None,
+) -> AttentionOutput:
+    """`attention`, and max_j scale q_i . k_j over the visible j, by which QK-clip (`train.qk_clip`) tells logits that grow too large.
+
+    The maximum falls out of the online softmax, so it costs nothing but its own B T H numbers. Arguments and errors as `attention`.
+    """
     H, HK = q.shape[2], k.shape[2]
     if H % HK or v.shape[2] != HK:
         raise ValueError(f"q has {H} heads, k {HK}, v {v.shape[2]}; expected equal counts for k and v, dividing q's")
@@ -78,11 +102,8 @@ def attention(
     precision = jax.lax.Precision.HIGHEST if q.dtype.itemsize >= 4 else jax.lax.Precision.DEFAULT
     static = _Static(q.shape[-1] ** -0.5 if scale is None else scale, precision)
     q = q.reshape(*q.shape[:2], HK, H // HK, q.shape[-1])
-    if q.shape[1] == 1:
-        o = _one_token(static, q, k, v, visibility)
-    else:
-        o = _blocked(static, q, k, v, visibility)
-    return o.reshape(*o.shape[:2], H, v.shape[-1])
+    o, m = (_one_token if q.shape[1] == 1 else _blocked)(static, q, k, v, visibility)
+    return AttentionOutput(o.reshape(*o.shape[:2], H, v.shape[-1]), jax.lax.stop_gradient(m).reshape(*o.shape[:2], H))
 
 
 def _visibility(q, k, segment_ids, q_index, start) -> _Visibility:
@@ -116,28 +137,31 @@ def _finite(m: Array) -> Array:
     return jnp.where(jnp.isneginf(m), 0, m)
 
 
-def _one_token(static: _Static, q: Array, k: Array, v: Array, visibility: _Visibility) -> Array:
+def _one_token(static: _Static, q: Array, k: Array, v: Array, visibility: _Visibility) -> tuple[Array, Array]:
     """All keys at once: for a single query row the scores are as small as one block row."""
     s = _scores(static, q, k, visibility)
-    p = jnp.exp(s - jax.lax.stop_gradient(_finite(jnp.max(s, axis=-1, keepdims=True))))
+    m = jax.lax.stop_gradient(jnp.max(s, axis=-1, keepdims=True))
+    p = jnp.exp(s - _finite(m))
     total = jnp.sum(p, axis=-1)
     o = jnp.einsum("bgrqs,bsgv->bqgrv", p.astype(v.dtype), v, precision=static.precision, preferred_element_type=s.dtype)
     total = jnp.moveaxis(jnp.where(total == 0, 1, total), 3, 1)
-    return (o / total[..., None]).astype(q.dtype)
+    return (o / total[..., None]).astype(q.dtype), jnp.moveaxis(m[..., 0], 3, 1)
 
 
 # The choice of the block size by platform is made inside both directions: outside, both choices' residuals would be kept.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _blocked(static: _Static, q: Array, k: Array, v: Array, visibility: _Visibility) -> Array:
-    return _on_platform(_forward, static, q, k, v, visibility)[0]
+def _blocked(static: _Static, q: Array, k: Array, v: Array, visibility: _Visibility) -> tuple[Array, Array]:
+    o, _, m = _on_platform(_forward, static, q, k, v, visibility)
+    return o, m
 
 
 def _blocked_forward(static: _Static, *args):
-    o, lse = _on_platform(_forward, static, *args)
-    return o, (*args, o, lse)
+    o, lse, m = _on_platform(_forward, static, *args)
+    return (o, m), (*args, o, lse)
 
 
-def _blocked_backward(static: _Static, residuals, do: Array):
+def _blocked_backward(static: _Static, residuals, cotangents):
+    do, _ = cotangents
     return (*_on_platform(_backward, static, *residuals, do), None)
 
 
@@ -150,14 +174,14 @@ def _on_platform(f, static: _Static, *args):
 
 
 def _forward(static: _Static, q: Array, k: Array, v: Array, visibility: _Visibility):
-    """o and the log-sum-exp of each row [B, T, G, r]."""
+    """o, and of each row [B, T, G, r] the log-sum-exp and the largest score."""
     keys, queries = _pad_keys(static.block, k, v, visibility), _query_blocks(static.block, q, visibility)
-    o, lse = jax.lax.map(lambda block: _query_block(static, *block, *keys), queries)
-    return _from_blocks(o, q.shape[1]), _from_blocks(lse, q.shape[1])
+    blocks = jax.lax.map(lambda block: _query_block(static, *block, *keys), queries)
+    return tuple(_from_blocks(x, q.shape[1]) for x in blocks)
 
 
 def _query_block(static: _Static, q, query, start, k, v, key):
-    """Attention of one block of queries over the key blocks it can see: o [B, Q, G, r, V], log-sum-exp [B, Q, G, r]."""
+    """Attention of one block of queries over the key blocks it can see: o [B, Q, G, r, V], log-sum-exp and maximum [B, Q, G, r]."""
     B, Q, G, r, _ = q.shape
     wide = jnp.promote_types(q.dtype, jnp.float32)
 
@@ -175,7 +199,7 @@ def _query_block(static: _Static, q, query, start, k, v, key):
     m, total, o = jax.lax.fori_loop(*_visible_blocks(static.block, query, start, key), body, carry)
     total = jnp.where(total == 0, 1, total)
     o, lse = o / total[..., None], _finite(m) + jnp.log(total)
-    return jnp.moveaxis(o, 3, 1).astype(q.dtype), jnp.moveaxis(lse, 3, 1)
+    return jnp.moveaxis(o, 3, 1).astype(q.dtype), jnp.moveaxis(lse, 3, 1), jnp.moveaxis(m, 3, 1)
 
 
 def _backward(static: _Static, q: Array, k: Array, v: Array, visibility: _Visibility, o: Array, lse: Array, do: Array):

@@ -76,7 +76,7 @@ def train(config: RunConfig, run_dir: str | Path, console: Console | None = None
     state = _start(parts, checkpoints, say)
     write_json(run_dir / "config.json", to_dict(config))
     say(f"{config.name}: {_size(state.params):,} parameters, {len(parts.corpus.train):,} rows of {config.data.seq_len} tokens to train on")
-    say(dtype_table(state, config.train.compute_dtype))
+    say(dtype_table(state, config.train.compute_dtype, config.optim.no_decay))
     with Report(run_dir / "metrics.jsonl", step=int(state.step), steps=config.train.steps, console=console) as report:
         evaluation = _Loop(parts, state, checkpoints, report).run()
     return Result(run_dir, config.train.steps, evaluation)
@@ -91,6 +91,8 @@ def _prepare(config: RunConfig) -> _Parts:
             f"model.vocab_size ({config.model.vocab_size}) must be at least {tokenizer.vocab_size}, the vocabulary of data.tokenizer "
             f"{config.data.tokenizer!r}"
         )
+    if config.optim.qk_clip is not None and not hasattr(config.model, "kv_lora_rank"):
+        raise UserError(f"optim.qk_clip is for multi-head latent attention, which a {config.model.model_type} model has not: leave it None")
     positions = getattr(config.model, "n_positions", math.inf)
     if config.data.seq_len > positions:
         raise UserError(f"data.seq_len ({config.data.seq_len}) must be at most model.n_positions ({positions})")
@@ -99,7 +101,7 @@ def _prepare(config: RunConfig) -> _Parts:
         graphdef = structure(config.model)
     except ValueError as error:
         raise UserError(str(error)) from error
-    return _Parts(config, tokenizer, load_corpus(config.data, tokenizer), graphdef, make_optimizer(config.optim), schedule)
+    return _Parts(config, tokenizer, load_corpus(config.data, tokenizer), graphdef, make_optimizer(config.optim, config.model), schedule)
 
 
 def _check_run_dir(run_dir: Path, config: RunConfig) -> None:
@@ -228,6 +230,7 @@ class _Loop:
                 "grad_norm": float(metrics.grad_norm),
                 "learning_rate": float(metrics.learning_rate),
                 "expert_load": float(metrics.expert_load),
+                "max_logit": float(metrics.max_logit),
                 "tokens_per_second": speed,
             }
             self._report.step(number, values, step_seconds * (config.train.steps - number))

@@ -1,10 +1,10 @@
 """What a run tells: a progress bar or lines for people, JSONL for programs, and the table of dtypes."""
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -92,7 +92,10 @@ def _clock(seconds: float) -> str:
     return f"{minutes}:{seconds:02d}"
 
 
-def dtype_table(state: TrainState, compute_dtype: str) -> str:
+_MOMENTS = {"Adam: mean": "mu", "Adam: mean of squares": "nu", "Muon: momentum": "momentum"}
+
+
+def dtype_table(state: TrainState, compute_dtype: str, no_decay: Collection[str] = ()) -> str:
     """Which arrays are stored and computed in which precision, and which of them decay: one row per group of parameters.
 
     Adam's moments in bfloat16 train to a worse loss without any sign of it, so what is used is printed where a run starts.
@@ -100,13 +103,15 @@ def dtype_table(state: TrainState, compute_dtype: str) -> str:
     groups: dict[tuple[str, str, str], tuple[int, set[str]]] = {}
     for name, leaf in flatten(state.params).items():
         computed = str(leaf.dtype) if has_name(name, FLOAT32) else compute_dtype
-        key = (str(leaf.dtype), computed, "no" if has_name(name, NO_DECAY) else "yes")
+        key = (str(leaf.dtype), computed, "no" if has_name(name, {*NO_DECAY, *no_decay}) else "yes")
         size, names = groups.get(key, (0, set()))
         groups[key] = (size + leaf.size, names | {name.rpartition(".")[2]})
     rows = [("", "values", "stored", "computed", "decay")]
     rows += [(", ".join(sorted(names)), f"{size:,}", *key) for key, (size, names) in sorted(groups.items())]
-    moments = [leaf for leaf in flatten(state.opt_state).values() if jnp.issubdtype(leaf.dtype, jnp.floating)]
-    rows += _rest("Adam moments", moments) + _rest("buffers", list(flatten(state.buffers).values()))
+    moments = flatten(state.opt_state)
+    for title, key in _MOMENTS.items():
+        rows += _rest(title, [leaf for name, leaf in moments.items() if key in name.split(".")])
+    rows += _rest("buffers", list(flatten(state.buffers).values()))
     widths = [max(len(row[i]) for row in rows) for i in range(5)]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
 

@@ -1,4 +1,4 @@
-"""Learning-rate schedules, AdamW, and the rule that balances experts."""
+"""Learning-rate schedules, optimizers, and the rule that balances experts."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
-from kda_jax.config import OptimConfig
-from kda_jax.layers.params import decay_mask
+from kda_jax.config import ModelConfig, OptimConfig
+from kda_jax.layers.params import decay_mask, is_matrix
+from kda_jax.train.muon import scale_by_muon
+from kda_jax.train.state import by_layer, flatten, splits, unflatten
 
 Schedule = Callable[[Any], Any]
 
@@ -37,16 +39,53 @@ def make_schedule(config: OptimConfig, steps: int) -> Schedule:
     return optax.join_schedules(parts, [warmup, steps - decay])
 
 
-def make_optimizer(config: OptimConfig) -> optax.GradientTransformation:
-    """Clipped AdamW (Loshchilov & Hutter, arXiv 1711.05101) without its learning rate, which the train step applies.
+def make_optimizer(config: OptimConfig, model: ModelConfig) -> optax.GradientTransformation:
+    """Clipping, AdamW (Loshchilov & Hutter, arXiv 1711.05101) or Muon with it, weight decay; without the rate, which the step applies.
 
-    Weight decay goes by the names of the parameters, not by their rank: stacking layers adds an axis to a norm's scale too.
+    Weight decay goes by the names of the parameters, not by their rank: stacking layers adds an axis to a norm's scale too. So does
+    Muon: it takes the matrices; convolutions, norms, gates, biases, embeddings and the head go to Adam.
+
+    Args:
+        config: which of the two, and its constants.
+        model: tells Muon where the heads are.
     """
+    scale = _adam(config)
+    if config.algorithm == "muon":
+        muon = scale_by_muon(
+            momentum=config.momentum,
+            update_rms=config.update_rms,
+            splits=splits(model),
+            compute_dtype=config.newton_schulz_dtype,
+            moment_dtype=config.first_moment_dtype,
+        )
+        scale = optax.partition({"muon": muon, "adam": scale}, _algorithms)
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
-        optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps, mu_dtype=jnp.float32),
-        optax.add_decayed_weights(config.weight_decay, mask=decay_mask),
+        scale,
+        optax.add_decayed_weights(config.weight_decay, mask=lambda params: decay_mask(params, config.no_decay)),
     )
+
+
+def _algorithms(params: dict) -> dict:
+    return jax.tree_util.tree_map_with_path(lambda path, _: "muon" if is_matrix(path) else "adam", params)
+
+
+def _adam(config: OptimConfig) -> optax.GradientTransformation:
+    """Adam, whose moments are stored in the dtypes of `config` and computed in float32."""
+    adam = optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps)
+
+    def stored(state: optax.ScaleByAdamState, first: str, second: str) -> optax.ScaleByAdamState:
+        to = lambda tree, dtype: jax.tree.map(lambda x: x.astype(dtype), tree)
+        return state._replace(mu=to(state.mu, first), nu=to(state.nu, second))
+
+    def init(params: Any) -> optax.ScaleByAdamState:
+        return stored(adam.init(params), config.first_moment_dtype, config.second_moment_dtype)
+
+    def update(grads: Any, state: optax.ScaleByAdamState, params: Any = None) -> tuple[Any, optax.ScaleByAdamState]:
+        updates, state = adam.update(grads, stored(state, "float32", "float32"), params)
+        return updates, stored(state, config.first_moment_dtype, config.second_moment_dtype)
+
+    return optax.GradientTransformation(init, update)
 
 
 def router_bias_update(counts: Int[Array, "*layers E"], rate: float, center: bool) -> Float[Array, "*layers E"]:
@@ -72,20 +111,7 @@ def update_router_biases(buffers: dict, counts: Int[Array, "layers E"], config: 
         buffers: nested dict of arrays. A bias is [E] in an unrolled layer and [repeats, E] in scanned periods.
         counts: in the order of the layers, as `ModelOutput.aux["expert_counts"]`.
     """
-    leaves, tree = jax.tree_util.tree_flatten_with_path(buffers)
-    names = [[str(getattr(key, "key", key)) for key in path] for path, _ in leaves]
-    biases = [i for i, name in enumerate(names) if name[-1] == "e_score_correction_bias"]
-    stacked = [i for i in biases if "periods" in names[i]]
-    first = [i for i in biases if "prologue" in names[i]]
-    last = [i for i in biases if i not in stacked and i not in first]
-    update = router_bias_update(counts, config.router_bias_rate, config.center_router_bias)
-    new = [leaf for _, leaf in leaves]
-    for row, i in enumerate(first):
-        new[i] += update[row]
-    repeats = new[stacked[0]].shape[0] if stacked else 0
-    middle = len(first) + repeats * len(stacked)
-    for position, i in enumerate(stacked):
-        new[i] += update[len(first) + position : middle : len(stacked)]
-    for row, i in enumerate(last):
-        new[i] += update[middle + row]
-    return tree.unflatten(new)
+    flat = flatten(buffers)
+    biases = {name: leaf for name, leaf in flat.items() if name.endswith("e_score_correction_bias")}
+    updates = by_layer(biases, router_bias_update(counts, config.router_bias_rate, config.center_router_bias))
+    return unflatten(buffers, flat | {name: biases[name] + update for name, update in updates.items()})

@@ -1,12 +1,13 @@
 """What a training run carries from step to step, as plain nested dicts of arrays."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, Shaped
 
 from kda_jax import models
 from kda_jax.config import ModelConfig
@@ -41,6 +42,14 @@ def structure(config: ModelConfig) -> nnx.GraphDef:
 
 
 def initial_state(config: ModelConfig, optimizer: optax.GradientTransformation, seed: int) -> TrainState:
+def splits(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Widths of the matrices that lie side by side in a kernel (heads), by its dotted name; see `layers.initializers.linear`."""
+    params = nnx.state(nnx.eval_shape(lambda: models.build(config, nnx.Rngs(0))), nnx.Param)
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    found = {path_name(path): variable.get_metadata().get("split") for path, variable in leaves}
+    return {name: widths for name, widths in found.items() if widths}
+
+
     """A fresh state: a function of the model's configuration and the seed. Under `jax.eval_shape` its shapes and dtypes."""
     _, params, buffers = split(models.build(config, nnx.Rngs(seed)))
     return TrainState(params, buffers, optimizer.init(params), jnp.zeros((), jnp.int32))
@@ -62,3 +71,22 @@ def unflatten(target: Any, leaves: dict[str, Any]) -> Any:
 def path_name(path: tuple) -> str:
     """A tree path, dotted."""
     return ".".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
+def by_layer(leaves: Mapping[str, Array], rows: Shaped[Array, "layers *n"]) -> dict[str, Array]:
+    """A statistic of layers, one row each in their order, by the names of the leaves that the layers have.
+
+    Args:
+        leaves: one of each such layer, or of each stack of layers in the scanned periods, in the order of the tree.
+        rows: the statistic.
+
+    Returns:
+        [*n] for a leaf of one layer, [repeats, *n] for a stacked one.
+    """
+    part = lambda name: [n for n in leaves if f".{name}." in n]
+    first, stacked, last = part("prologue"), part("periods"), part("epilogue")
+    repeats = leaves[stacked[0]].shape[0] if stacked else 0
+    middle = len(first) + repeats * len(stacked)
+    found = {name: rows[i] for i, name in enumerate(first)}
+    found |= {name: rows[len(first) + i : middle : len(stacked)] for i, name in enumerate(stacked)}
+    return found | {name: rows[middle + i] for i, name in enumerate(last)}
+
+

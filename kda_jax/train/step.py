@@ -14,6 +14,7 @@ from kda_jax.layers.params import cast
 from kda_jax.train.data import Batch
 from kda_jax.train.optim import Schedule, update_router_biases
 from kda_jax.train.state import TrainState, merge
+from kda_jax.train.qk_clip import clip_query_keys
 
 
 class Sums(NamedTuple):
@@ -24,6 +25,13 @@ class Sums(NamedTuple):
     expert_counts: Int[Array, "layers E"] | None
     """Tokens sent to each expert; None for a model without experts."""
 
+    max_logits: Float[Array, "layers H"] | None
+    """Largest logit of each attention head; None for a model that reports none. This one is a maximum."""
+
+    def plus(self, other: "Sums") -> "Sums":
+        """Those of the rows of both."""
+        maxima = None if self.max_logits is None else jnp.maximum(self.max_logits, other.max_logits)
+        return jax.tree.map(jnp.add, self._replace(max_logits=None), other._replace(max_logits=None))._replace(max_logits=maxima)
 
 class StepMetrics(NamedTuple):
     """What a step reports; read it late, so that the device does not wait."""
@@ -41,6 +49,8 @@ class StepMetrics(NamedTuple):
     expert_load: Float[Array, ""]
     """Tokens of the busiest expert over the mean, the worst layer's; 1 is balanced, 0 without experts."""
 
+    max_logit: Float[Array, ""]
+    """Largest logit of an attention head; 0 for a model that reports none."""
 
 def next_token_loss(
     logits: Float[Array, "B T Z"], tokens: Int[Array, "B T1"], segment_ids: Int[Array, "B T1"]
@@ -65,7 +75,7 @@ def make_forward(graphdef: nnx.GraphDef, compute_dtype: str) -> Callable[[dict, 
     def forward(params: dict, buffers: dict, batch: Batch) -> Sums:
         model = merge(graphdef, cast(params, jnp.dtype(compute_dtype)), buffers)
         out = model(batch.tokens[:, :-1], segment_ids=batch.segment_ids[:, :-1])
-        return Sums(*next_token_loss(out.logits, *batch), out.aux.get("expert_counts"))
+        return Sums(*next_token_loss(out.logits, *batch), out.aux.get("expert_counts"), out.aux.get("max_logits"))
 
     return forward
 
@@ -95,7 +105,8 @@ def make_train_step(
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
 
         def add(total, rows: Batch):
-            return jax.tree.map(jnp.add, total, one(params, buffers, rows)), None
+            grads, sums = one(params, buffers, rows)
+            return (jax.tree.map(jnp.add, total[0], grads), total[1].plus(sums)), None
 
         return jax.lax.scan(add, zeros, micro)[0]
 
@@ -105,6 +116,8 @@ def make_train_step(
         grads = jax.tree.map(lambda g: g / tokens, grads)
         rate = schedule(state.step)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        if zeros[1].max_logits is not None:
+            zeros = zeros[0], zeros[1]._replace(max_logits=jnp.full_like(zeros[1].max_logits, -jnp.inf))
         params = jax.tree.map(lambda p, u: p - rate * u, state.params, updates)
         buffers = state.buffers
         if sums.expert_counts is not None and config.optim.router_bias_rate:
@@ -118,6 +131,8 @@ def make_train_step(
     return jax.jit(step, donate_argnums=0)
 
 
+        if config.optim.qk_clip is not None:
+            params = clip_query_keys(params, sums.max_logits, config.optim.qk_clip)
 def _metrics(grads: dict, sums: Sums, tokens: Array, rate: Any) -> StepMetrics:
     squares = jnp.stack([jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)])
     loss = sums.nats / tokens
@@ -127,4 +142,5 @@ def _metrics(grads: dict, sums: Sums, tokens: Array, rate: Any) -> StepMetrics:
         counts = sums.expert_counts.astype(jnp.float32)
         load = jnp.max(jnp.max(counts, axis=-1) / jnp.maximum(jnp.mean(counts, axis=-1), 1.0))
     skipped = ~(jnp.all(finite) & jnp.isfinite(loss))
-    return StepMetrics(loss, sums.tokens, jnp.sqrt(jnp.sum(squares)), jnp.asarray(rate, jnp.float32), finite, skipped, load)
+    return StepMetrics(loss, sums.tokens, jnp.sqrt(jnp.sum(squares)), jnp.asarray(rate, jnp.float32), finite, skipped, load, max_logit)
+    max_logit = jnp.zeros(()) if sums.max_logits is None else jnp.max(sums.max_logits).astype(jnp.float32)

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kda_jax.ops.attention import BLOCK
+from kda_jax.ops.attention import BLOCK, attention_with_max_logit
 from kda_jax.ops.attention import attention as eager_attention
 from kda_jax.ops.mla import mla
 
@@ -51,6 +51,26 @@ def test_gradients_equal_those_of_the_quadratic_form(T):
     expected = loss(lambda q, k, v: direct_jnp(q, k, v, causal(T)))(*args)
     for got, want in zip(loss(attention)(*args), expected, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("T", [1, BLOCK + 44])
+def test_largest_logit_of_each_query(T):
+    """The same output and gradient, and the maximum of the visible scores; nothing visible is -inf, and the maximum has no gradient."""
+    q, k, v = qkv(2, T)
+    ids = np.where(np.arange(T) < T // 3, 1, 2)[None].repeat(2, 0)
+    ids[1, T - T // 4 :] = -1
+    ids = jnp.asarray(ids)
+
+    def both(q):
+        out = attention_with_max_logit(q, k, v, segment_ids=ids)
+        return jnp.sum(jnp.sin(out.o)) + jnp.sum(jnp.where(jnp.isfinite(out.max_logit), out.max_logit, 0)), out
+
+    (_, out), grad = jax.jit(jax.value_and_grad(both, has_aux=True))(q)
+    alone = jax.jit(jax.grad(lambda q: jnp.sum(jnp.sin(eager_attention(q, k, v, segment_ids=ids)))))(q)
+    np.testing.assert_array_equal(grad, alone)
+    s = K**-0.5 * np.einsum("bqhk,bshk->bqhs", np.float64(q), np.repeat(np.float64(k), H // HK, axis=2))
+    visible = causal(T) & (ids[:, :, None] == ids[:, None, :]) & (ids[:, None, :] > 0)
+    np.testing.assert_allclose(out.max_logit, np.where(visible[:, :, None], s, -np.inf).max(-1), rtol=1e-5, atol=1e-6)
 
 
 def test_R033_packed_and_padded_rows():

@@ -30,7 +30,7 @@ def test_uniform_model_needs_eight_bits():
 
     def forward(params, buffers, batch):
         logits = jnp.zeros((*batch.tokens[:, 1:].shape, 256))
-        return Sums(*next_token_loss(logits, *map(jnp.asarray, batch)), None)
+        return Sums(*next_token_loss(logits, *map(jnp.asarray, batch)), None, None)
 
     found = evaluate(forward, {}, {}, rows, count=100, batch_size=4, token_bytes=ByteTokenizer().token_bytes())
     assert (found.tokens, found.bytes) == (102, 100)

@@ -40,7 +40,7 @@ def test_schedule_must_fit(fields):
 @pytest.mark.parametrize("model", [GPT2, HYBRID], ids=["gpt2", "kimi_linear"])
 def test_weight_decay_is_for_matrices(model):
     """R178 and the trap of stacked layers: a zero gradient moves exactly the parameters that decay, whatever their rank."""
-    optimizer = make_optimizer(OptimConfig(weight_decay=0.5))
+    optimizer = make_optimizer(OptimConfig(weight_decay=0.5), model)
     shapes = jax.eval_shape(lambda: initial_state(model, optimizer, 0)).params
     params = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), shapes)
     updates, _ = jax.jit(optimizer.update)(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)

@@ -61,7 +61,7 @@ def make_step(config: RunConfig, *, abstract: bool = False):
 
 @functools.lru_cache
 def _functions(config: RunConfig):
-    optimizer = make_optimizer(config.optim)
+    optimizer = make_optimizer(config.optim, config.model)
     fresh = jax.jit(lambda: initial_state(config.model, optimizer, config.train.seed))
     return fresh, make_train_step(structure(config.model), optimizer, make_schedule(config.optim, config.train.steps), config)
 
