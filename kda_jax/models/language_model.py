@@ -18,7 +18,8 @@ class ModelOutput(NamedTuple):
     cache: HybridCache | None
     """The cache after these tokens; None if none was given."""
     aux: dict[str, Array]
-    """`expert_counts` [layers with experts, E] int32, tokens sent to each expert, where there are experts; else empty."""
+    """`expert_counts` [layers with experts, E] int32, tokens sent to each expert, where there are experts; `max_logits` [MLA layers, H],
+    the largest score of each head, where there is MLA and no cache was given."""
 
 
 class LanguageModel(nnx.Module):
@@ -67,7 +68,8 @@ class LanguageModel(nnx.Module):
         parts = None if cache is None else StackCache(cache.prologue, cache.periods, cache.epilogue)
         out = self.stack(self.embed(inputs), cache=parts, segment_ids=inputs.segment_ids)
         logits = self.head(out.x)
-        aux = {} if out.counts is None else {"expert_counts": out.counts}
+        aux = {"expert_counts": out.counts, "max_logits": out.max_logits}
+        aux = {name: value for name, value in aux.items() if value is not None}
         if cache is None:
             return ModelOutput(logits, None, aux)
         new_cache = advance(cache, inputs.added, inputs.start, out.cache)

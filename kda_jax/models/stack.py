@@ -72,6 +72,8 @@ class BlockOutput(NamedTuple):
     """The block's cache after these tokens; None if none was given."""
     counts: Int[Array, "E"] | None
     """Tokens sent to each expert; None for a block without experts."""
+    max_logits: Float[Array, "H"] | None = None
+    """Largest attention score of each head; None for a block without such scores, and where a cache was given."""
 
 
 class StackOutput(NamedTuple):
@@ -79,6 +81,11 @@ class StackOutput(NamedTuple):
     cache: StackCache | None
     counts: Int[Array, "layers E"] | None
     """One row per layer with experts, in order; None when there is none."""
+    max_logits: Float[Array, "layers H"] | None
+    """One row per layer that reports them, in order; None when there is none."""
+
+
+_STATISTICS = "counts", "max_logits"
 
 
 class Stack(nnx.Module):
@@ -113,17 +120,19 @@ class Stack(nnx.Module):
         caches = StackCache(*[(None,) * len(part) for part in self._parts()]) if cache is None else cache
 
         def run(x, blocks, caches, *, scanned=False):
-            """Some blocks in a row: x, their caches, the counts of those that have experts."""
-            call, after, counts = _remat(self.remat, scanned), [], []
+            """Some blocks in a row: x, their caches, the statistics of those that have some."""
+            call, after = _remat(self.remat, scanned), []
+            statistics = {name: [] for name in _STATISTICS}
             for block, block_cache in zip(blocks, caches, strict=True):
                 out = call(block, x, block_cache, segment_ids)
                 x = out.x
                 after.append(out.cache)
-                counts += [] if out.counts is None else [out.counts]
-            return x, tuple(after), counts
+                for name, rows in statistics.items():
+                    rows += [] if getattr(out, name) is None else [getattr(out, name)]
+            return x, tuple(after), statistics
 
         x, prologue, first = run(x, self.prologue, caches.prologue)
-        periods, middle = (), []
+        periods, middle = (), {name: [] for name in _STATISTICS}
         if self.layout.repeats:
 
             def body(x, xs):
@@ -133,7 +142,7 @@ class Stack(nnx.Module):
             x, (periods, middle) = jax.lax.scan(body, x, (self.periods, caches.periods))
         x, epilogue, last = run(x, self.epilogue, caches.epilogue)
         new_cache = None if cache is None else StackCache(prologue, periods, epilogue)
-        return StackOutput(x, new_cache, _in_order(first, middle, last))
+        return StackOutput(x, new_cache, *(_in_order(first[name], middle[name], last[name]) for name in _STATISTICS))
 
     def init_cache(self, batch: int, max_len: int, dtype) -> StackCache:
         """An empty cache of every block, those of the periods stacked like their parameters."""
@@ -172,7 +181,7 @@ def _remat(remat: Remat, scanned: bool) -> Callable:
 
 
 def _in_order(first: list[Array], middle: list[Array], last: list[Array]) -> Array | None:
-    """Counts of the prologue [E], of the periods [repeats, E] each, of the epilogue [E] -> [layers, E]."""
+    """Rows of the prologue [E], of the periods [repeats, E] each, of the epilogue [E] -> [layers, E]."""
     parts = [jnp.stack(first)] if first else []
     if middle:
         parts.append(jnp.stack(middle, axis=1).reshape(-1, middle[0].shape[-1]))
