@@ -69,7 +69,6 @@ class OptimConfig:
     """Step of the sign rule that balances experts through the router's bias; 0 leaves the bias alone."""
     center_router_bias: bool = False
     """Subtract the mean of each update, which keeps the mean bias at 0 and changes no selection."""
-
     algorithm: Literal["adamw", "muon"] = "adamw"
     """muon: weight matrices by Muon, all other parameters by AdamW, at the same rate and decay; see kda_jax/train/muon.py."""
     momentum: float = 0.95
@@ -87,8 +86,8 @@ class OptimConfig:
     qk_clip: float | None = None
     """Largest attention logit of an MLA head that is let be; a head above it has its query and key weights scaled down after the step
     (Kimi K2: 100). None: never; see kda_jax/train/qk_clip.py."""
+
     def __post_init__(self):
-        _check(self.learning_rate > 0, f"optim.learning_rate must be positive, got {self.learning_rate}")
         object.__setattr__(self, "no_decay", tuple(self.no_decay))
         _check(self.algorithm in ("adamw", "muon"), f"optim.algorithm must be 'adamw' or 'muon', got {self.algorithm!r}")
         _check(0 <= self.momentum < 1, f"optim.momentum must lie in 0..1, got {self.momentum}")
@@ -97,6 +96,7 @@ class OptimConfig:
         for name in ("newton_schulz_dtype", "first_moment_dtype", "second_moment_dtype"):
             value = getattr(self, name)
             _check(value in ("float32", "bfloat16"), f"optim.{name} must be float32 or bfloat16, got {value!r}")
+        _check(self.learning_rate > 0, f"optim.learning_rate must be positive, got {self.learning_rate}")
         _check(self.schedule in ("cosine", "wsd"), f"optim.schedule must be 'cosine' or 'wsd', got {self.schedule!r}")
         _check(self.warmup_steps >= 0, f"optim.warmup_steps must not be negative, got {self.warmup_steps}")
         _check(0 <= self.decay_fraction <= 1, f"optim.decay_fraction must lie in 0..1, got {self.decay_fraction}")

@@ -41,7 +41,6 @@ def structure(config: ModelConfig) -> nnx.GraphDef:
     return split(nnx.eval_shape(lambda: models.build(config, nnx.Rngs(0))))[0]
 
 
-def initial_state(config: ModelConfig, optimizer: optax.GradientTransformation, seed: int) -> TrainState:
 def splits(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Widths of the matrices that lie side by side in a kernel (heads), by its dotted name; see `layers.initializers.linear`."""
     params = nnx.state(nnx.eval_shape(lambda: models.build(config, nnx.Rngs(0))), nnx.Param)
@@ -50,6 +49,7 @@ def splits(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name: widths for name, widths in found.items() if widths}
 
 
+def initial_state(config: ModelConfig, optimizer: optax.GradientTransformation, seed: int) -> TrainState:
     """A fresh state: a function of the model's configuration and the seed. Under `jax.eval_shape` its shapes and dtypes."""
     _, params, buffers = split(models.build(config, nnx.Rngs(seed)))
     return TrainState(params, buffers, optimizer.init(params), jnp.zeros((), jnp.int32))
@@ -68,9 +68,6 @@ def unflatten(target: Any, leaves: dict[str, Any]) -> Any:
     return jax.tree_util.tree_map_with_path(lambda path, _: leaves[path_name(path)], target)
 
 
-def path_name(path: tuple) -> str:
-    """A tree path, dotted."""
-    return ".".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
 def by_layer(leaves: Mapping[str, Array], rows: Shaped[Array, "layers *n"]) -> dict[str, Array]:
     """A statistic of layers, one row each in their order, by the names of the leaves that the layers have.
 
@@ -90,3 +87,6 @@ def by_layer(leaves: Mapping[str, Array], rows: Shaped[Array, "layers *n"]) -> d
     return found | {name: rows[middle + i] for i, name in enumerate(last)}
 
 
+def path_name(path: tuple) -> str:
+    """A tree path, dotted."""
+    return ".".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)

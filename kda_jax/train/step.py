@@ -13,8 +13,8 @@ from kda_jax.config import RunConfig
 from kda_jax.layers.params import cast
 from kda_jax.train.data import Batch
 from kda_jax.train.optim import Schedule, update_router_biases
-from kda_jax.train.state import TrainState, merge
 from kda_jax.train.qk_clip import clip_query_keys
+from kda_jax.train.state import TrainState, merge
 
 
 class Sums(NamedTuple):
@@ -24,7 +24,6 @@ class Sums(NamedTuple):
     tokens: Int[Array, ""]
     expert_counts: Int[Array, "layers E"] | None
     """Tokens sent to each expert; None for a model without experts."""
-
     max_logits: Float[Array, "layers H"] | None
     """Largest logit of each attention head; None for a model that reports none. This one is a maximum."""
 
@@ -32,6 +31,7 @@ class Sums(NamedTuple):
         """Those of the rows of both."""
         maxima = None if self.max_logits is None else jnp.maximum(self.max_logits, other.max_logits)
         return jax.tree.map(jnp.add, self._replace(max_logits=None), other._replace(max_logits=None))._replace(max_logits=maxima)
+
 
 class StepMetrics(NamedTuple):
     """What a step reports; read it late, so that the device does not wait."""
@@ -48,9 +48,9 @@ class StepMetrics(NamedTuple):
     """The gradient or the loss was not finite: parameters and moments are what they were."""
     expert_load: Float[Array, ""]
     """Tokens of the busiest expert over the mean, the worst layer's; 1 is balanced, 0 without experts."""
-
     max_logit: Float[Array, ""]
     """Largest logit of an attention head; 0 for a model that reports none."""
+
 
 def next_token_loss(
     logits: Float[Array, "B T Z"], tokens: Int[Array, "B T1"], segment_ids: Int[Array, "B T1"]
@@ -103,6 +103,8 @@ def make_train_step(
         micro = jax.tree.map(lambda a: a.reshape(parts, a.shape[0] // parts, *a.shape[1:]), batch)
         shapes = jax.eval_shape(one, params, buffers, jax.tree.map(lambda a: a[0], micro))
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+        if zeros[1].max_logits is not None:
+            zeros = zeros[0], zeros[1]._replace(max_logits=jnp.full_like(zeros[1].max_logits, -jnp.inf))
 
         def add(total, rows: Batch):
             grads, sums = one(params, buffers, rows)
@@ -116,9 +118,9 @@ def make_train_step(
         grads = jax.tree.map(lambda g: g / tokens, grads)
         rate = schedule(state.step)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        if zeros[1].max_logits is not None:
-            zeros = zeros[0], zeros[1]._replace(max_logits=jnp.full_like(zeros[1].max_logits, -jnp.inf))
         params = jax.tree.map(lambda p, u: p - rate * u, state.params, updates)
+        if config.optim.qk_clip is not None:
+            params = clip_query_keys(params, sums.max_logits, config.optim.qk_clip)
         buffers = state.buffers
         if sums.expert_counts is not None and config.optim.router_bias_rate:
             buffers = update_router_biases(buffers, sums.expert_counts, config.optim)
@@ -131,8 +133,6 @@ def make_train_step(
     return jax.jit(step, donate_argnums=0)
 
 
-        if config.optim.qk_clip is not None:
-            params = clip_query_keys(params, sums.max_logits, config.optim.qk_clip)
 def _metrics(grads: dict, sums: Sums, tokens: Array, rate: Any) -> StepMetrics:
     squares = jnp.stack([jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)])
     loss = sums.nats / tokens
@@ -141,6 +141,6 @@ def _metrics(grads: dict, sums: Sums, tokens: Array, rate: Any) -> StepMetrics:
     if sums.expert_counts is not None:
         counts = sums.expert_counts.astype(jnp.float32)
         load = jnp.max(jnp.max(counts, axis=-1) / jnp.maximum(jnp.mean(counts, axis=-1), 1.0))
+    max_logit = jnp.zeros(()) if sums.max_logits is None else jnp.max(sums.max_logits).astype(jnp.float32)
     skipped = ~(jnp.all(finite) & jnp.isfinite(loss))
     return StepMetrics(loss, sums.tokens, jnp.sqrt(jnp.sum(squares)), jnp.asarray(rate, jnp.float32), finite, skipped, load, max_logit)
-    max_logit = jnp.zeros(()) if sums.max_logits is None else jnp.max(sums.max_logits).astype(jnp.float32)
