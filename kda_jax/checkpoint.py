@@ -24,9 +24,10 @@ import orbax.checkpoint as ocp
 from flax import nnx
 from jaxtyping import Array, UInt32
 
+from kda_jax import sharding
 from kda_jax.config import RunConfig, from_dict
 from kda_jax.errors import TrainingStopped, UserError
-from kda_jax.train.state import TrainState, flatten, merge, split, unflatten
+from kda_jax.train.state import TrainState, flatten, merge, shapes, split, state_shardings, unflatten, with_shardings
 
 Say = Callable[[str], None]
 
@@ -209,7 +210,7 @@ def fingerprints(arrays: dict[str, Array]) -> dict[str, int]:
         return {}
     no_mesh = jax.sharding.Mesh(np.empty((), object), ())  # the arrays' devices count, not those of a mesh that the caller has set
     with jax.set_mesh(no_mesh):
-        values = np.asarray(_fingerprints(list(arrays.values())))
+        values = np.asarray(_fingerprints([sharding.untyped(x) for x in arrays.values()]))
     return dict(zip(arrays, map(int, values), strict=True))
 
 
@@ -230,19 +231,16 @@ def load(path: str | Path, *, dtype: Any = None, mesh: jax.sharding.Mesh | None 
         path: the directory.
         dtype: compute dtype that parameters are cast to, by name (`layers.params`); None keeps the float32 masters of a run, or the
             dtypes of the files.
-        mesh: must be None: placing parameters on a mesh is not built yet.
+        mesh: from `sharding.make_mesh`: every array is read straight into its place there. Call the model under `jax.set_mesh(mesh)`.
 
     Raises:
         UserError: neither kind of directory, or nothing complete in it (`hf.BadCheckpoint` lists all that is wrong).
-        NotImplementedError: a mesh was given.
     """
-    if mesh is not None:
-        raise NotImplementedError("mesh must be None: placing a model's parameters on a mesh is not built yet")
     if any(Path(path).glob("*.safetensors*")):
         from kda_jax import hf
 
-        return hf.load_model(path, dtype=dtype)
-    return load_run(path, dtype=dtype).model
+        return hf.load_model(path, dtype=dtype, mesh=mesh)
+    return load_run(path, dtype=dtype, mesh=mesh).model
 
 
 class Run(NamedTuple):
@@ -253,9 +251,8 @@ class Run(NamedTuple):
     model: nnx.Module
 
 
-def load_run(path: str | Path, *, dtype: Any = None, say: Say = print) -> Run:
+def load_run(path: str | Path, *, dtype: Any = None, mesh: jax.sharding.Mesh | None = None, say: Say = print) -> Run:
     """`load`, with the run's configuration and the step."""
-    from kda_jax import models
     from kda_jax.layers.params import cast
 
     run_dir = Path(path)
@@ -265,8 +262,11 @@ def load_run(path: str | Path, *, dtype: Any = None, say: Say = print) -> Run:
         try:
             meta = read_meta(directory)
             config = from_dict(meta["config"])
-            abstract = nnx.eval_shape(lambda config=config: models.build(config.model, nnx.Rngs(0)))
+            abstract = shapes(config.model)
             target = flatten(_model_item(*split(abstract)[1:]))
+            here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])  # R127: never where the file says
+            places = {name: here for name in target} if mesh is None else state_shardings(abstract, target, mesh)
+            target = with_shardings(target, places)
             leaves = read_arrays(directory, "model", target, meta["fingerprints"]["model"])
         except DamagedCheckpoint as error:
             say(f"skipping damaged checkpoint {directory}: {error}")

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from kda_jax.errors import UserError, nearest
 from kda_jax.models.config import GPT2Config, KimiLinearConfig, LinearLMConfig
+from kda_jax.sharding import MeshConfig
 
 ModelConfig = GPT2Config | LinearLMConfig | KimiLinearConfig
 MODEL_TYPES = {cls.model_type: cls for cls in (GPT2Config, LinearLMConfig, KimiLinearConfig)}
@@ -175,6 +176,19 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+
+    def __post_init__(self):
+        rows, parts = self.train.batch_size // self.train.micro_batches, self.mesh.row_parts
+        _check(
+            rows % parts == 0,
+            f"train.batch_size / train.micro_batches ({rows} rows) must be a multiple of {parts}, the parts that mesh.data x mesh.fsdp x "
+            f"mesh.expert ({self.mesh.data} x {self.mesh.fsdp} x {self.mesh.expert}) split rows into",
+        )
+        _check(
+            self.data.seq_len % self.mesh.context == 0,
+            f"data.seq_len ({self.data.seq_len}) must be a multiple of mesh.context ({self.mesh.context})",
+        )
 
 
 FREE_TO_CHANGE = (
@@ -186,9 +200,11 @@ FREE_TO_CHANGE = (
     "train.on_nonfinite",
     "eval",
     "checkpoint",
+    "mesh",
     "model.remat",
 )
-"""Fields that may differ from the checkpoint's when a run is resumed: they do not change what the steps so far have computed.
+"""Fields that may differ from the checkpoint's when a run is resumed: they do not change what the steps so far have computed (another
+mesh sums in another order, no more).
 (The text itself may not: a checkpoint carries a checksum of the tokens.)"""
 
 
@@ -287,5 +303,5 @@ def _nearest_keyword(error: TypeError) -> str:
     text = str(error)
     if "unexpected keyword argument" not in text:
         return ""
-    classes = (RunConfig, DataConfig, OptimConfig, TrainConfig, EvalConfig, CheckpointConfig, *MODEL_TYPES.values())
+    classes = (RunConfig, DataConfig, OptimConfig, TrainConfig, EvalConfig, CheckpointConfig, MeshConfig, *MODEL_TYPES.values())
     return nearest(text.split("'")[1], {f.name: None for cls in classes for f in dataclasses.fields(cls)})

@@ -21,7 +21,7 @@ from kda_jax.hf.files import Tensor, by_number, tensors
 from kda_jax.hf.problems import BadCheckpoint
 from kda_jax.layers.params import FLOAT32, has_name
 from kda_jax.models.config import GPT2Config, ModelConfig
-from kda_jax.train.state import flatten, unflatten
+from kda_jax.train.state import flatten, state_shardings, unflatten
 
 FAMILIES: dict[str, Family] = {"gpt2": gpt2.FAMILY, "kimi_linear": kimi_linear.FAMILY}
 
@@ -67,10 +67,11 @@ def load(directory: str | Path, *, dtype: Any = None, shardings: Mapping[str, ja
     return Loaded(checkpoint.config, _read_all(checkpoint, dtype, shardings or {}))
 
 
-def load_model(directory: str | Path, *, dtype: Any = None, shardings: Mapping[str, jax.sharding.Sharding] | None = None) -> nnx.Module:
-    """As `load`, but the model, ready to call."""
+def load_model(directory: str | Path, *, dtype: Any = None, mesh: jax.sharding.Mesh | None = None) -> nnx.Module:
+    """As `load`, but the model, ready to call, and on `mesh` if there is one."""
     checkpoint = inspect(directory)
-    return nnx.merge(checkpoint.graphdef, _read_all(checkpoint, dtype, shardings or {}))
+    shardings = {} if mesh is None else state_shardings(_abstract(checkpoint.config), flatten(checkpoint.abstract), mesh)
+    return nnx.merge(checkpoint.graphdef, _read_all(checkpoint, dtype, shardings))
 
 
 def inspect(directory: str | Path) -> Checkpoint:

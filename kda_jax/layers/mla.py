@@ -10,6 +10,7 @@ from kda_jax.layers.initializers import linear
 from kda_jax.layers.norms import RMSNorm
 from kda_jax.ops.attention import AttentionOutput, attention_with_max_logit
 from kda_jax.ops.mla import mla
+from kda_jax.sharding import constrain
 
 
 class MultiHeadLatentAttention(nnx.Module):
@@ -105,8 +106,8 @@ class MultiHeadLatentAttention(nnx.Module):
     def expanded(
         self, q: Float[Array, "B T H QK"], latent: Float[Array, "B T RP"], segment_ids: Int[Array, "B T"] | None
     ) -> AttentionOutput:
-        """Attention over keys and values of every head: for whole sequences."""
-        c, k_rope = jnp.split(latent, [self.kv_lora_rank], axis=-1)
+        """Attention over keys and values of every head: for whole sequences. Where time is split, devices exchange latents, not keys."""
+        c, k_rope = jnp.split(constrain(latent, "batch", "keys", None), [self.kv_lora_rank], axis=-1)
         kv = self.kv_b_proj(c).reshape(*c.shape[:2], self.num_heads, -1)
         k, v = jnp.split(kv, [self.qk_nope_head_dim], axis=-1)
         k_rope = jnp.broadcast_to(k_rope[:, :, None], (*k.shape[:3], self.qk_rope_head_dim))

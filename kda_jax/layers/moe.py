@@ -45,7 +45,7 @@ class Router(nnx.Module):
         self.renormalize, self.routed_scaling_factor, self.activation = renormalize, routed_scaling_factor, activation
         self.num_groups, self.top_groups = num_groups, top_groups
 
-    def __call__(self, x: Float[Array, "N D"]) -> Routing:
+    def __call__(self, x: Float[Array, "*tokens D"]) -> Routing:
         wide = jnp.promote_types(x.dtype, jnp.float32)
         logits = jnp.dot(x.astype(wide), self.kernel[...].astype(wide), precision="highest")
         return route(
@@ -69,7 +69,7 @@ class Experts(nnx.Module):
         self.w3 = normal((num_experts, hidden_size, intermediate_size), ("experts", "embed", "mlp"), **init)
         self.w2 = normal((num_experts, intermediate_size, hidden_size), ("experts", "mlp", "embed"), **init)
 
-    def __call__(self, x: Float[Array, "N D"], routing: Routing) -> Float[Array, "N D"]:
+    def __call__(self, x: Float[Array, "*tokens D"], routing: Routing) -> Float[Array, "*tokens D"]:
         return experts(x, routing, self.w1[...], self.w3[...], self.w2[...])
 
 
@@ -120,10 +120,9 @@ class MoE(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T D"], *, valid: Bool[Array, "B T"] | None = None) -> MoEOutput:
         """Args: x [B, T, D]; valid [B, T], False at padding, which is sent to no expert and not counted."""
-        tokens = x.reshape(-1, x.shape[-1])
-        routing = self.gate(tokens)
+        routing = self.gate(x)
         if valid is not None:
-            routing = routing._replace(experts=jnp.where(valid.reshape(-1, 1), routing.experts, -1))
+            routing = routing._replace(experts=jnp.where(valid[..., None], routing.experts, -1))
         counts = expert_counts(routing.experts, self.gate.kernel.shape[-1])
-        y = self.experts(tokens, routing).reshape(x.shape)
+        y = self.experts(x, routing)
         return MoEOutput(y if self.shared_experts is None else y + self.shared_experts(x), counts)

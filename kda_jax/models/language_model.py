@@ -9,7 +9,9 @@ from jaxtyping import Array, Float, Int
 from kda_jax.models.cache import HybridCache, StackCache, advance
 from kda_jax.models.config import ModelConfig
 from kda_jax.models.inputs import Inputs, read_inputs
+from kda_jax.models.placement import gathered
 from kda_jax.models.stack import Stack
+from kda_jax.sharding import constrain
 
 
 class ModelOutput(NamedTuple):
@@ -66,8 +68,10 @@ class LanguageModel(nnx.Module):
         """
         inputs = read_inputs(tokens, cache, segment_ids, self.config.vocab_size)
         parts = None if cache is None else StackCache(cache.prologue, cache.periods, cache.epilogue)
-        out = self.stack(self.embed(inputs), cache=parts, segment_ids=inputs.segment_ids)
-        logits = self.head(out.x)
+        ends = gathered(self, but=self.stack)
+        x = constrain(ends.embed(inputs), "batch", "time", "embed")
+        out = self.stack(x, cache=parts, segment_ids=inputs.segment_ids)
+        logits = constrain(ends.head(out.x), "batch", "time", "vocab")
         aux = {"expert_counts": out.counts, "max_logits": out.max_logits}
         aux = {name: value for name, value in aux.items() if value is not None}
         if cache is None:

@@ -12,8 +12,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from kda_jax import sharding
 from kda_jax.models.cache import StackCache
 from kda_jax.models.config import Remat
+from kda_jax.models.placement import gathered
 
 
 class Layout(NamedTuple):
@@ -169,14 +171,18 @@ def _period(kinds: Sequence[Hashable], make_block: Callable, key: Array) -> nnx.
 
 
 def _call(block: nnx.Module, x: Float[Array, "B T D"], cache, segment_ids) -> BlockOutput:
-    return block(x, cache=cache, segment_ids=segment_ids)
+    return gathered(block)(x, cache=cache, segment_ids=segment_ids)
 
 
 def _remat(remat: Remat, scanned: bool) -> Callable:
     """`_call` under a rematerialisation policy. XLA cannot merge a scan's recomputation with its forward, so no barrier is needed there."""
-    if remat == "none":
+    if remat == "none" and sharding.ambient() is None:
         return _call
-    policies = {"full": jax.checkpoint_policies.nothing_saveable, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
+    policies = {
+        "none": jax.checkpoint_policies.save_anything_except_these_names(sharding.GATHERED),
+        "full": jax.checkpoint_policies.nothing_saveable,
+        "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    }
     return jax.checkpoint(_call, policy=policies[remat], prevent_cse=not scanned)
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import typing
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kda_jax.ops.segments import segments
+from kda_jax.sharding import local_map
 
 # Every block has this many query and key rows whatever the sequence length. With the block shapes fixed and the key blocks visited
 # in order, tokens appended to a sequence leave the outputs before them unchanged to the bit. Accelerators want larger blocks.
@@ -102,8 +104,20 @@ def attention_with_max_logit(
     precision = jax.lax.Precision.HIGHEST if q.dtype.itemsize >= 4 else jax.lax.Precision.DEFAULT
     static = _Static(q.shape[-1] ** -0.5 if scale is None else scale, precision)
     q = q.reshape(*q.shape[:2], HK, H // HK, q.shape[-1])
-    o, m = (_one_token if q.shape[1] == 1 else _blocked)(static, q, k, v, visibility)
+    o, m = _on_devices(_one_token if q.shape[1] == 1 else _blocked, static, q, k, v, visibility)
     return AttentionOutput(o.reshape(*o.shape[:2], H, v.shape[-1]), jax.lax.stop_gradient(m).reshape(*o.shape[:2], H))
+
+
+def _on_devices(attend: Callable, static: "_Static", q: Array, k: Array, v: Array, visibility: "_Visibility") -> tuple[Array, Array]:
+    """Each device's queries, in rows, time and heads, against all keys of its rows and heads: where time is split, keys are gathered."""
+    group, member = ("heads", None) if k.shape[2] > 1 else (None, "heads")
+    queries, keys = ("batch", "time", group, member, None), ("batch", "keys", group, None)
+    names = queries, keys, keys, ("batch", "time"), ("batch", "time"), ("batch", "keys")
+
+    def local(_, q, k, v, *visibility):
+        return attend(static, q, k, v, _Visibility(*visibility))
+
+    return local_map(local, (q, k, v, *visibility), names, (queries, queries[:-1]))
 
 
 def _visibility(q, k, segment_ids, q_index, start) -> _Visibility:

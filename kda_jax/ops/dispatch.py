@@ -2,14 +2,18 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
+from kda_jax import sharding
 from kda_jax.ops.chunkwise import chunkwise
+from kda_jax.ops.context import in_segments
 from kda_jax.ops.segments import segments
 from kda_jax.ops.spec import REGISTRY, Inputs, OpSpec, RecurrenceOutput
+from kda_jax.sharding import Shards, local_map
 
 IMPLEMENTATIONS = ("scan", "xla", "pallas_tpu", "pallas_gpu")
 
@@ -40,9 +44,24 @@ def run(
         inputs = _with_boundaries(inputs, segment_ids)
     if inputs.q.shape[1] == 0:
         return RecurrenceOutput(jnp.zeros_like(inputs.v), state)
-    run_chosen = _RUNNERS[choose(spec, inputs, implementation, chunk_size).chosen]
-    o, state = run_chosen(spec, inputs, scale=K**-0.5 if scale is None else scale, initial_state=state, chunk_size=chunk_size)
-    return RecurrenceOutput(o.astype(inputs.v.dtype), state)
+    runner = functools.partial(_RUNNERS[choose(spec, inputs, implementation, chunk_size).chosen], spec, chunk_size=chunk_size)
+    scale = K**-0.5 if scale is None else scale
+
+    def local(shards: Shards, *parts):
+        *parts, state = parts
+        run_local = runner if shards.count("time") == 1 else functools.partial(in_segments, runner, shards)
+        o, state = run_local(Inputs(*parts), scale=scale, initial_state=state)
+        return o.astype(inputs.v.dtype), state
+
+    return RecurrenceOutput(*local_map(local, (*inputs, state), names(inputs), (_TOKENS, _STATE)))
+
+
+_TOKENS, _STATE = ("batch", "time", "heads", None), ("batch", "heads", None, None)
+
+
+def names(inputs: Inputs) -> tuple:
+    """Logical names of the axes of `inputs` and of a state: a recurrence runs on each device's rows, heads and segment of time."""
+    return *(None if x is None else _TOKENS[: x.ndim] for x in inputs), _STATE
 
 
 def choose(spec: OpSpec, inputs: Inputs, implementation: str | None, chunk_size: int = 64) -> Explanation:
@@ -83,8 +102,8 @@ def _refused_by_tpu_kernel(inputs: Inputs, chunk_size: int) -> str | None:
 def _no_tpu() -> str | None:
     if jax.default_backend() != "tpu":
         return f"this process computes on {jax.default_backend()}"
-    if jax.device_count() > 1:
-        return "several devices: it is not wrapped in shard_map yet, and a kernel cannot be partitioned automatically"
+    if jax.device_count() > 1 and sharding.ambient() is None and not sharding.inside_shard_map():
+        return "several devices and no mesh (`jax.set_mesh`): a kernel cannot be partitioned automatically"
     return None
 
 

@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kda_jax.ops.routing import Routing, expert_counts
+from kda_jax.ops.exchange import at_owners
+from kda_jax.ops.routing import Routing, expert_counts, token_names
+from kda_jax.sharding import Shards, local_map, padded
 
 # Rows of one block of the "blocks" implementation: every expert's rows are padded to a multiple of it. Each block copies its expert's
 # weights, so where products are cheap blocks are large.
@@ -26,7 +28,7 @@ def swiglu(gate: Array, up: Array) -> Array:
 
 @typing.no_type_check  # its own checks raise ValueError with the name and shape of the argument
 def experts(
-    x: Float[Array, "N D"],
+    x: Float[Array, "*tokens D"],
     routing: Routing,
     w1: Float[Array, "E D F"],
     w3: Float[Array, "E D F"],
@@ -34,14 +36,14 @@ def experts(
     *,
     activation: Callable[[Array, Array], Array] = swiglu,
     implementation: Literal["ragged", "blocks"] | None = None,
-) -> Float[Array, "N D"]:
+) -> Float[Array, "*tokens D"]:
     """y_n = sum_j weights[n, j] * E_{experts[n, j]}(x_n), with E_e(x) = activation(x w1_e, x w3_e) w2_e.
 
     Tokens are sorted by expert and each expert multiplies its own consecutive rows (MegaBlocks, arXiv 2211.15841).
 
     Args:
-        x: [N, D].
-        routing: from `ops.route`. An expert number outside 0 .. E-1 contributes nothing.
+        x: [N, D] or [B, T, D].
+        routing: from `ops.route`, of the same tokens. An expert number outside 0 .. E-1 contributes nothing.
         w1, w3: [E, D, F], gate and up projections.
         w2: [E, F, D], down projection.
         activation: (gate [M, F], up [M, F]) -> [M, F].
@@ -49,25 +51,55 @@ def experts(
             and "blocks" elsewhere, where ragged_dot computes every row with every expert, chosen when the program is lowered.
 
     Returns:
-        [N, D] in x's dtype.
+        [N, D] or [B, T, D] in x's dtype.
 
     Raises:
         ValueError: weights that do not fit, or an unknown implementation.
 
     Numerics: products in x's dtype with float32 sums; the weighted sum over a token's experts is float32, rounded once. Rows do not
         influence each other, and an expert without tokens gets a gradient of exactly zero.
+
+    Sharding: a device owns consecutive experts, E padded to a multiple of their number with experts that nobody chooses. Each device
+        sends its tokens to the owners of their experts and gets the results back; every device has room for all that could come, so
+        none is dropped. FFN widths may be split as well.
     """
-    (N, D), E = x.shape, w1.shape[0]
+    D, E = x.shape[-1], w1.shape[0]
     if w1.shape[1] != D or w3.shape != w1.shape or w2.shape != (E, w1.shape[2], D):
         raise ValueError(f"w1 {w1.shape}, w3 {w3.shape}, w2 {w2.shape} do not fit x {x.shape}; expected (E, D, F) twice and (E, F, D)")
-    chosen = routing.experts.reshape(-1)
-    order = jnp.argsort(jnp.where((chosen >= 0) & (chosen < E), chosen, E), stable=True)
-    rows = x[order // routing.experts.shape[1]]
-    dot = functools.partial(grouped_dot, group_sizes=expert_counts(routing.experts, E), implementation=implementation)
-    rows = dot(activation(dot(rows, w1), dot(rows, w3)), w2)
-    y = jnp.zeros_like(rows).at[order].set(rows, unique_indices=True).reshape(N, -1, D)
+    more = ((0, padded("experts", E) - E), (0, 0), (0, 0))
+    w1, w3, w2 = (jnp.pad(w, more) if more[0][1] else w for w in (w1, w3, w2))
+    up, down, tokens = ("experts", "stored", "mlp"), ("experts", "mlp", "stored"), token_names(x)
+    local = functools.partial(_experts, activation, implementation, E)
+    return local_map(local, (x, *routing, w1, w3, w2), (tokens, tokens, tokens, up, up, down), tokens)
+
+
+def _experts(activation: Callable, implementation: str | None, E: int, shards: Shards, x: Array, chosen: Array, weights: Array, *w: Array):
+    """One device's tokens and experts; of E experts in all."""
+    w1, w3, w2 = (shards.whole(part, "stored", axis) for part, axis in zip(w, (1, 1, 2), strict=True))
+    k, D, owned = chosen.shape[-1], x.shape[-1], w1.shape[0]
+    chosen = jnp.where((chosen >= 0) & (chosen < E), chosen, owned * shards.count("experts")).reshape(-1)
+    apart = bool(shards.axes("experts")) and set(shards.axes("experts")) <= set(shards.axes("batch"))
+    if not apart:  # every owner has these tokens, and adds what its experts make of them
+        chosen = chosen - shards.index("experts") * owned
+        chosen = jnp.where((chosen >= 0) & (chosen < owned), chosen, owned)
+    order = jnp.argsort(chosen, stable=True)
+    rows = x.reshape(-1, D)[order // k]
+    compute = functools.partial(_gated, activation, implementation, w1, w3, w2)
+    if apart:
+        rows = at_owners(compute, shards.axes("experts"), rows, expert_counts(chosen[:, None], owned * shards.count("experts")))
+    else:
+        rows = compute(rows, expert_counts(chosen[:, None], owned))
+    y = jnp.zeros_like(rows).at[order].set(rows, unique_indices=True).reshape(-1, k, D)
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    return jnp.einsum("nk,nkd->nd", routing.weights.astype(wide), y.astype(wide), precision="highest").astype(x.dtype)
+    y = jnp.einsum("nk,nkd->nd", weights.reshape(-1, k).astype(wide), y.astype(wide), precision="highest")
+    y = shards.sum(y, "mlp") if apart else shards.sum(y, "mlp", "experts")
+    return y.astype(x.dtype).reshape(x.shape)
+
+
+def _gated(activation: Callable, implementation: str | None, w1: Array, w3: Array, w2: Array, rows: Array, group_sizes: Array) -> Array:
+    """Rows sorted by expert through their experts."""
+    dot = functools.partial(grouped_dot, group_sizes=group_sizes, implementation=implementation)
+    return dot(activation(dot(rows, w1), dot(rows, w3)), w2)
 
 
 def grouped_dot(

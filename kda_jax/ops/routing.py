@@ -7,17 +7,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kda_jax.sharding import Shards, local_map
+
 
 class Routing(NamedTuple):
-    experts: Int[Array, "N k"]
+    experts: Int[Array, "*tokens k"]
     """Chosen experts of each token, best biased score first; int32."""
-    weights: Float[Array, "N k"]
+    weights: Float[Array, "*tokens k"]
     """Combine weights, float32."""
 
 
 @typing.no_type_check  # its own checks raise ValueError with the name and shape of the argument
 def route(
-    logits: Float[Array, "N E"],
+    logits: Float[Array, "*tokens E"],
     bias: Float[Array, "E"] | None = None,
     *,
     top_k: int,
@@ -33,7 +35,7 @@ def route(
     independent steps: select with the bias, divide by the selected sum (+ 1e-20) if `renormalize`, multiply by `scaling_factor`.
 
     Args:
-        logits: [N, E]; compute them in float32.
+        logits: [N, E] or [B, T, E]; compute them in float32.
         bias: [E], added for the selection only. It gets no gradient: a balancing rule moves it.
         top_k: experts per token.
         renormalize: make the selected scores of a token sum to 1 before scaling.
@@ -75,15 +77,24 @@ def route(
 
 def _keep_groups(selection: Array, num_groups: int, top_groups: int) -> Array:
     """-inf for the experts outside each token's best groups."""
-    N, E = selection.shape
-    grouped = selection.reshape(N, num_groups, E // num_groups)
+    *tokens, E = selection.shape
+    grouped = selection.reshape(*tokens, num_groups, E // num_groups)
     best_two = jax.lax.top_k(grouped, min(2, E // num_groups))[0].sum(axis=-1)
     chosen = jax.lax.top_k(best_two, top_groups)[1]
-    keep = jnp.any(chosen[:, :, None] == jnp.arange(num_groups), axis=1)
-    return jnp.where(keep[:, :, None], grouped, -jnp.inf).reshape(N, E)
+    keep = jnp.any(chosen[..., None] == jnp.arange(num_groups), axis=-2)
+    return jnp.where(keep[..., None], grouped, -jnp.inf).reshape(selection.shape)
 
 
-def expert_counts(experts: Int[Array, "N k"], num_experts: int) -> Int[Array, "E"]:
-    """Number of tokens each expert received. Numbers outside 0 .. E-1, as padding has, are not counted."""
-    inside = jnp.where((experts >= 0) & (experts < num_experts), experts, num_experts)
-    return jnp.zeros(num_experts, jnp.int32).at[inside].add(1, mode="drop")
+def expert_counts(experts: Int[Array, "*tokens k"], num_experts: int) -> Int[Array, "E"]:
+    """Number of tokens each expert received, over all devices. Numbers outside 0 .. E-1, as padding has, are not counted."""
+
+    def local(shards: Shards, experts: Array) -> Array:
+        inside = jnp.where((experts >= 0) & (experts < num_experts), experts, num_experts)
+        return shards.sum(jnp.zeros(num_experts, jnp.int32).at[inside].add(1, mode="drop"), "batch", "time")
+
+    return local_map(local, (experts,), (token_names(experts),), (None,))
+
+
+def token_names(x: Array) -> tuple[str | None, ...]:
+    """Logical names of [N, D] or [B, T, D]: what is per token, flat or in rows."""
+    return ("batch", "time", None) if x.ndim == 3 else ("batch", None)

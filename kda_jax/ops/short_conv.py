@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kda_jax.ops.segments import Segments, segments
+from kda_jax.sharding import Shards, local_map, parts
 
 
 class ConvOutput(NamedTuple):
@@ -68,21 +69,39 @@ def short_conv(
 
     if segment_ids is None:
         history = jnp.concatenate([initial_state, x.astype(initial_state.dtype)], axis=1)
-        window = jnp.concatenate([initial_state.astype(x.dtype), x], axis=1)
-        return ConvOutput(_convolve(window, weight, bias, activation, start=None), history[:, T:])
+        return ConvOutput(_convolve(x, initial_state, weight, bias, activation, start=None), history[:, T:])
 
     seg = segments(segment_ids)
     dense = jnp.all(~seg.valid | (seg.index == jnp.arange(T)))  # no padding before a token: nothing to move
     packed = jax.lax.cond(dense, lambda: _drop_padding(x, seg), lambda: _compact(x, seg))
     start = _compact(seg.start[..., None], seg)[..., 0]
-    window = jnp.concatenate([initial_state.astype(x.dtype), packed], axis=1)
-    y = _convolve(window, weight, bias, activation, start)
+    y = _convolve(packed, initial_state, weight, bias, activation, start)
     y = jax.lax.cond(dense, lambda: y, lambda: jnp.take_along_axis(y, seg.index[..., None], axis=1))
     return ConvOutput(jnp.where(seg.valid[..., None], y, 0), _final_state(initial_state, packed, seg))
 
 
-def _convolve(window: Array, weight: Array, bias: Array | None, activation: str | None, start: Array | None) -> Array:
-    """Sum of the W shifted windows. `start` [B, T]: index of the first token of each token's sequence, negative for the row's first."""
+def _convolve(x: Array, history: Array, weight: Array, bias: Array | None, activation: str | None, start: Array | None) -> Array:
+    """Sum of the W shifted windows. `start` [B, T]: index of the first token of each token's sequence, negative for the row's first.
+
+    Where time is split over devices, each takes the W - 1 inputs before its own from its neighbour.
+    """
+    halo = weight.shape[1] - 1
+
+    def local(shards: Shards, x, history, weight, bias, start):
+        T, index = x.shape[1], shards.index("time")
+        if shards.count("time") > 1 and halo:
+            history = jnp.where(index == 0, history.astype(x.dtype), shards.before(x[:, T - halo :], "time"))
+        window = jnp.concatenate([history.astype(x.dtype), x], axis=1)
+        return _windows(window, weight, bias, activation, start, index * T)
+
+    tokens = "batch", "time", "heads"
+    names = tokens, ("batch", None, "heads"), ("heads", None), ("heads",), ("batch", "time")
+    whole = ("time",) if x.shape[1] < halo * parts("time", x.shape[1]) else ()
+    return local_map(local, (x, history, weight, bias, start), names, tokens, whole)
+
+
+def _windows(window: Array, weight: Array, bias: Array | None, activation: str | None, start: Array | None, first: Array | int) -> Array:
+    """`window` [B, W - 1 + T, D]; `first` is the index of its first token after the history."""
     W = weight.shape[1]
     T = window.shape[1] - (W - 1)
     wide = jnp.promote_types(window.dtype, jnp.float32)
@@ -90,7 +109,7 @@ def _convolve(window: Array, weight: Array, bias: Array | None, activation: str 
     for tap in range(W):
         term = window[:, tap : tap + T].astype(wide) * weight[:, tap].astype(wide)
         if start is not None:
-            source = jnp.arange(T) - (W - 1 - tap)
+            source = first + jnp.arange(T) - (W - 1 - tap)
             term = jnp.where(((start < 0) | (source >= start))[..., None], term, 0)
         y = y + term
     if activation == "silu":

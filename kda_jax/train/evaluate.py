@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from kda_jax import sharding
 from kda_jax.train.data import Batch, Rows, evaluation_batches
 from kda_jax.train.step import Sums, make_forward
 
@@ -31,8 +32,8 @@ def bits_per_byte(nats: float, byte_count: int) -> float:
 
 
 def make_eval_forward(graphdef: nnx.GraphDef, compute_dtype: str) -> Forward:
-    """The jitted loss of one batch."""
-    return jax.jit(make_forward(graphdef, compute_dtype))
+    """The jitted loss of one batch, on the ambient mesh if there is one; its sums are on every device."""
+    return jax.jit(sharding.automatic(make_forward(graphdef, compute_dtype), jax.sharding.PartitionSpec()))
 
 
 def evaluate(
@@ -48,7 +49,7 @@ def evaluate(
     """
     nats, tokens, byte_count = 0.0, 0, 0
     for batch in evaluation_batches(rows, count, batch_size):
-        sums = forward(params, buffers, batch)
+        sums = forward(params, buffers, sharding.put_rows(batch))
         nats, tokens = nats + float(sums.nats), tokens + int(sums.tokens)
         byte_count += predicted_bytes(batch, token_bytes)
     return Evaluation(bits_per_byte(nats, byte_count), nats / max(tokens, 1), tokens, byte_count)

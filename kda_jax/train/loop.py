@@ -15,6 +15,7 @@ from flax import nnx
 from rich.console import Console
 
 import kda_jax
+from kda_jax import sharding
 from kda_jax.checkpoint import Checkpoints, write_json
 from kda_jax.config import RunConfig, differences, from_dict, to_dict
 from kda_jax.errors import TrainingStopped, UserError
@@ -24,7 +25,7 @@ from kda_jax.train.data import Batches, Corpus, load_corpus
 from kda_jax.train.evaluate import Evaluation, evaluate, make_eval_forward
 from kda_jax.train.metrics import Report, dtype_table
 from kda_jax.train.optim import make_optimizer, make_schedule
-from kda_jax.train.state import TrainState, flatten, initial_state, structure
+from kda_jax.train.state import TrainState, flatten, initial_state, shapes, split, state_shardings, with_shardings
 from kda_jax.train.step import StepMetrics, make_train_step
 
 
@@ -46,6 +47,12 @@ class _Parts(NamedTuple):
     graphdef: nnx.GraphDef
     optimizer: Any
     schedule: Any
+    mesh: jax.sharding.Mesh
+    shardings: TrainState
+    """Of the state."""
+
+    def fresh(self) -> TrainState:
+        return initial_state(self.config.model, self.optimizer, self.config.train.seed)
 
 
 def train(config: RunConfig, run_dir: str | Path, console: Console | None = None) -> Result:
@@ -73,12 +80,15 @@ def train(config: RunConfig, run_dir: str | Path, console: Console | None = None
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     checkpoints = Checkpoints(run_dir, keep=config.checkpoint.keep, on_failure=config.checkpoint.on_failure, say=say)
-    state = _start(parts, checkpoints, say)
-    write_json(run_dir / "config.json", to_dict(config))
-    say(f"{config.name}: {_size(state.params):,} parameters, {len(parts.corpus.train):,} rows of {config.data.seq_len} tokens to train on")
-    say(dtype_table(state, config.train.compute_dtype, config.optim.no_decay))
-    with Report(run_dir / "metrics.jsonl", step=int(state.step), steps=config.train.steps, console=console) as report:
-        evaluation = _Loop(parts, state, checkpoints, report).run()
+    with jax.set_mesh(parts.mesh):
+        state = _start(parts, checkpoints, say)
+        write_json(run_dir / "config.json", to_dict(config))
+        rows = f"{len(parts.corpus.train):,} rows of {config.data.seq_len} tokens to train on"
+        say(f"{config.name}: {_size(state.params):,} parameters, {rows}")
+        say(f"computes on {config.mesh} of {jax.device_count()} devices")
+        say(dtype_table(state, config.train.compute_dtype, config.optim.no_decay))
+        with Report(run_dir / "metrics.jsonl", step=int(state.step), steps=config.train.steps, console=console) as report:
+            evaluation = _Loop(parts, state, checkpoints, report).run()
     return Result(run_dir, config.train.steps, evaluation)
 
 
@@ -98,10 +108,12 @@ def _prepare(config: RunConfig) -> _Parts:
         raise UserError(f"data.seq_len ({config.data.seq_len}) must be at most model.n_positions ({positions})")
     try:
         schedule = make_schedule(config.optim, config.train.steps)
-        graphdef = structure(config.model)
+        model = shapes(config.model)
     except ValueError as error:
         raise UserError(str(error)) from error
-    return _Parts(config, tokenizer, load_corpus(config.data, tokenizer), graphdef, make_optimizer(config.optim, config.model), schedule)
+    mesh, optimizer = sharding.make_mesh(config.mesh), make_optimizer(config.optim, config.model)
+    shardings = state_shardings(model, jax.eval_shape(lambda: initial_state(config.model, optimizer, config.train.seed)), mesh)
+    return _Parts(config, tokenizer, load_corpus(config.data, tokenizer), split(model)[0], optimizer, schedule, mesh, shardings)
 
 
 def _check_run_dir(run_dir: Path, config: RunConfig) -> None:
@@ -136,14 +148,11 @@ def _start(parts: _Parts, checkpoints: Checkpoints, say: Any) -> TrainState:
         if meta["step"] > config.train.steps:
             raise UserError(f"the run has done {meta['step']} steps already, more than train.steps ({config.train.steps})")
 
-    def fresh() -> TrainState:
-        return initial_state(config.model, parts.optimizer, config.train.seed)
-
-    restored = checkpoints.restore(jax.eval_shape(fresh), check)
+    restored = checkpoints.restore(with_shardings(jax.eval_shape(parts.fresh), parts.shardings), check)
     if restored is None:
         # Runs once: on a CPU the compiler would spend longer on optimising it than it takes.
         options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
-        return jax.jit(fresh, compiler_options=options)()
+        return jax.jit(parts.fresh, compiler_options=options, out_shardings=parts.shardings)()
     say(f"resuming after step {restored.meta['step']}")
     return restored.state
 
@@ -156,7 +165,7 @@ class _Loop:
         self._config = config = parts.config
         self._names = list(flatten(state.params))
         self._token_bytes = parts.tokenizer.token_bytes()
-        self._step = make_train_step(parts.graphdef, parts.optimizer, parts.schedule, config)
+        self._step = make_train_step(parts.graphdef, parts.optimizer, parts.schedule, config, parts.shardings)
         self._forward = make_eval_forward(parts.graphdef, config.train.compute_dtype)
         self._pace = _Pace()
 
@@ -168,7 +177,7 @@ class _Loop:
         evaluation, saved = None, first if first else None
         with _stop_requests() as stopped:
             for number, batch in enumerate(batches.iterate(first, config.train.steps), start=first + 1):
-                self._state, metrics = self._step(self._state, batch)
+                self._state, metrics = self._step(self._state, sharding.put_rows(batch))
                 if pending is not None:
                     self._read(*pending)
                 pending = number, metrics

@@ -9,8 +9,9 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Int, Shaped
 
-from kda_jax import models
+from kda_jax import models, sharding
 from kda_jax.config import ModelConfig
+from kda_jax.models.placement import axes
 
 
 class TrainState(NamedTuple):
@@ -36,9 +37,14 @@ def merge(graphdef: nnx.GraphDef, params: dict, buffers: dict) -> nnx.Module:
     return nnx.merge(graphdef, params, buffers)
 
 
+def shapes(config: ModelConfig) -> nnx.Module:
+    """The model with shapes and dtypes in the place of its arrays."""
+    return nnx.eval_shape(lambda: models.build(config, nnx.Rngs(0)))
+
+
 def structure(config: ModelConfig) -> nnx.GraphDef:
     """The model's structure, without its arrays."""
-    return split(nnx.eval_shape(lambda: models.build(config, nnx.Rngs(0))))[0]
+    return split(shapes(config))[0]
 
 
 def splits(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -53,6 +59,33 @@ def initial_state(config: ModelConfig, optimizer: optax.GradientTransformation, 
     """A fresh state: a function of the model's configuration and the seed. Under `jax.eval_shape` its shapes and dtypes."""
     _, params, buffers = split(models.build(config, nnx.Rngs(seed)))
     return TrainState(params, buffers, optimizer.init(params), jnp.zeros((), jnp.int32))
+
+
+def state_shardings(model: nnx.Module, abstract: Any, mesh: jax.sharding.Mesh) -> Any:
+    """Where every array of a state, or of a part of one, is stored on `mesh`; moments like their parameters.
+
+    A moment is an array of a parameter's shape whose path ends in that parameter's path, whichever optimizer holds it.
+
+    Args:
+        model: or its shapes, for the logical names of its arrays.
+        abstract: the state, or its shapes and dtypes.
+    """
+    names, shapes = axes(model), {path: leaf.shape for tree in split(model)[1:] for path, leaf in flatten(tree).items()}
+
+    def one(path: tuple, leaf: Any) -> jax.sharding.NamedSharding:
+        parts = path_name(path).split(".")
+        ends = (".".join(parts[i:]) for i in range(len(parts)))
+        owner = next((end for end in ends if end in shapes), None)
+        if owner is None or shapes[owner] != leaf.shape:
+            return sharding.replicated(mesh)
+        return sharding.parameter_sharding(mesh, names[owner], leaf.shape)
+
+    return jax.tree_util.tree_map_with_path(one, abstract)
+
+
+def with_shardings(abstract: Any, shardings: Any) -> Any:
+    """Shapes and dtypes that also say where the arrays are to be."""
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings)
 
 
 def flatten(tree: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from kda_jax import sharding
 from kda_jax.config import RunConfig
 from kda_jax.layers.params import cast
 from kda_jax.train.data import Batch
@@ -65,7 +66,10 @@ def next_token_loss(
         tokens, segment_ids: [B, T + 1].
     """
     predicted = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] >= 0)
-    nats = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), tokens[:, 1:])
+    logits = logits.astype(jnp.float32)
+    # The token's own logit by a mask: to index a vocabulary that is split over devices would gather it.
+    own = jnp.arange(logits.shape[-1]) == tokens[:, 1:, None]
+    nats = jax.nn.logsumexp(logits, axis=-1) - jnp.sum(jnp.where(own, logits, 0.0), axis=-1)
     return jnp.sum(jnp.where(predicted, nats, 0.0)), jnp.sum(predicted, dtype=jnp.int32)
 
 
@@ -81,12 +85,19 @@ def make_forward(graphdef: nnx.GraphDef, compute_dtype: str) -> Callable[[dict, 
 
 
 def make_train_step(
-    graphdef: nnx.GraphDef, optimizer: optax.GradientTransformation, schedule: Schedule, config: RunConfig
+    graphdef: nnx.GraphDef,
+    optimizer: optax.GradientTransformation,
+    schedule: Schedule,
+    config: RunConfig,
+    shardings: TrainState | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
     """The jitted step `(state, batch) -> (state, metrics)`. The state is donated: use the one returned.
 
     A batch is worked through in `train.micro_batches` parts. Losses and gradients are summed over the parts and divided once, by the number
     of tokens predicted in the whole batch, so the number of parts does not change the result.
+
+    Args:
+        shardings: of the state, from `state_shardings`, where there is a mesh; call the step under `jax.set_mesh` then.
     """
     forward = make_forward(graphdef, config.train.compute_dtype)
     parts = config.train.micro_batches
@@ -100,7 +111,8 @@ def make_train_step(
         one = jax.grad(objective, has_aux=True)
         if parts == 1:
             return one(params, buffers, batch)
-        micro = jax.tree.map(lambda a: a.reshape(parts, a.shape[0] // parts, *a.shape[1:]), batch)
+        # Row i goes to part i mod `parts`: of rows that are split over devices, each device's share makes a share of every part.
+        micro = jax.tree.map(lambda a: jnp.swapaxes(a.reshape(a.shape[0] // parts, parts, *a.shape[1:]), 0, 1), batch)
         shapes = jax.eval_shape(one, params, buffers, jax.tree.map(lambda a: a[0], micro))
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
         if zeros[1].max_logits is not None:
@@ -130,7 +142,10 @@ def make_train_step(
         kept = jax.tree.map(keep, (params, buffers, opt_state), (state.params, state.buffers, state.opt_state))
         return TrainState(*kept, state.step + 1), metrics
 
-    return jax.jit(step, donate_argnums=0)
+    if shardings is None:
+        return jax.jit(step, donate_argnums=0)
+    out = shardings, sharding.replicated(jax.tree.leaves(shardings)[0].mesh)
+    return jax.jit(sharding.automatic(step, out), donate_argnums=0, out_shardings=out)
 
 
 def _metrics(grads: dict, sums: Sums, tokens: Array, rate: Any) -> StepMetrics:
