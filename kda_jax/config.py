@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kda_jax.errors import UserError, nearest
-from kda_jax.models.config import GPT2Config, KimiLinearConfig, LinearLMConfig
+from kda_jax.models.config import GPT2Config, KimiK3Config, KimiLinearConfig, LinearLMConfig
 from kda_jax.sharding import MeshConfig
 
-ModelConfig = GPT2Config | LinearLMConfig | KimiLinearConfig
-MODEL_TYPES = {cls.model_type: cls for cls in (GPT2Config, LinearLMConfig, KimiLinearConfig)}
+ModelConfig = GPT2Config | LinearLMConfig | KimiLinearConfig | KimiK3Config
+MODEL_TYPES = {cls.model_type: cls for cls in (GPT2Config, LinearLMConfig, KimiLinearConfig, KimiK3Config)}
 
 
 def _check(condition: bool, sentence: str) -> None:

@@ -5,6 +5,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from kda_jax.layers.initializers import linear
+from kda_jax.ops.activations import Situ
 from kda_jax.ops.experts import swiglu
 
 
@@ -52,3 +53,21 @@ class SwiGLU(nnx.Module):
 
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
         return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+
+
+class SiTU(SwiGLU):
+    """down(situ(gate x, up x)), no biases: SwiGLU with both factors bounded (Kimi K3, arXiv 2607.24653, section 2.3); see `ops.Situ`.
+
+    Args:
+        hidden_size: D.
+        intermediate_size: F.
+        activation: with its two bounds.
+        initializer_range: standard deviation of the projections.
+    """
+
+    def __init__(self, *, hidden_size: int, intermediate_size: int, activation: Situ, initializer_range: float = 0.02, rngs: nnx.Rngs):
+        super().__init__(hidden_size=hidden_size, intermediate_size=intermediate_size, initializer_range=initializer_range, rngs=rngs)
+        self.activation = activation
+
+    def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
+        return self.down_proj(self.activation(self.gate_proj(x), self.up_proj(x)))

@@ -1,5 +1,6 @@
 """Mixture of experts: a router, routed experts, shared experts."""
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
@@ -8,14 +9,16 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kda_jax.layers.initializers import normal
 from kda_jax.layers.mlp import SwiGLU
-from kda_jax.ops.experts import experts
-from kda_jax.ops.routing import Routing, expert_counts, route
+from kda_jax.ops.experts import experts, swiglu
+from kda_jax.ops.routing import Routing, bias_histogram, expert_counts, route
 
 
 class MoEOutput(NamedTuple):
     y: Float[Array, "B T D"]
     counts: Int[Array, "E"]
     """Tokens that each expert received, padding not counted."""
+    histogram: Int[Array, "E bins"] | None = None
+    """Of the bias at which each token would just choose each expert, where the router collects it; see `ops.bias_histogram`."""
 
 
 class RouterBias(nnx.Variable):
@@ -44,12 +47,22 @@ class Router(nnx.Module):
         self.num_experts_per_token = num_experts_per_token
         self.renormalize, self.routed_scaling_factor, self.activation = renormalize, routed_scaling_factor, activation
         self.num_groups, self.top_groups = num_groups, top_groups
+        self.histogram_bins: int | None = None
+
+    def logits(self, x: Float[Array, "*tokens D"]) -> Float[Array, "*tokens E"]:
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        return jnp.dot(x.astype(wide), self.kernel[...].astype(wide), precision="highest")
+
+    def histogram(self, x: Float[Array, "*tokens D"], valid: Bool[Array, "*tokens"] | None) -> Int[Array, "E bins"] | None:
+        """What Quantile Balancing needs of these tokens; None unless `collect_histograms` has asked for it."""
+        if self.histogram_bins is None:
+            return None
+        options = {"top_k": self.num_experts_per_token, "activation": self.activation, "bins": self.histogram_bins}
+        return bias_histogram(self.logits(x), self.e_score_correction_bias[...], valid, **options)
 
     def __call__(self, x: Float[Array, "*tokens D"]) -> Routing:
-        wide = jnp.promote_types(x.dtype, jnp.float32)
-        logits = jnp.dot(x.astype(wide), self.kernel[...].astype(wide), precision="highest")
         return route(
-            logits,
+            self.logits(x),
             self.e_score_correction_bias[...],
             top_k=self.num_experts_per_token,
             renormalize=self.renormalize,
@@ -61,16 +74,29 @@ class Router(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """E SwiGLU experts in stacked weights: w1 (gate) and w3 (up) [E, D, F], w2 (down) [E, F, D]; see `ops.experts`."""
+    """E gated experts in stacked weights: w1 (gate) and w3 (up) [E, D, F], w2 (down) [E, F, D]; see `ops.experts`.
 
-    def __init__(self, *, num_experts: int, hidden_size: int, intermediate_size: int, initializer_range: float, rngs: nnx.Rngs):
+    `activation` is (gate, up) -> product, a function or a value with equality.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        activation: Callable[[Array, Array], Array] = swiglu,
+        initializer_range: float,
+        rngs: nnx.Rngs,
+    ):
         init = {"initializer_range": initializer_range, "rngs": rngs}
         self.w1 = normal((num_experts, hidden_size, intermediate_size), ("experts", "embed", "mlp"), **init)
         self.w3 = normal((num_experts, hidden_size, intermediate_size), ("experts", "embed", "mlp"), **init)
         self.w2 = normal((num_experts, intermediate_size, hidden_size), ("experts", "mlp", "embed"), **init)
+        self.activation = activation
 
     def __call__(self, x: Float[Array, "*tokens D"], routing: Routing) -> Float[Array, "*tokens D"]:
-        return experts(x, routing, self.w1[...], self.w3[...], self.w2[...])
+        return experts(x, routing, self.w1[...], self.w3[...], self.w2[...], activation=self.activation)
 
 
 class MoE(nnx.Module):
@@ -125,4 +151,17 @@ class MoE(nnx.Module):
             routing = routing._replace(experts=jnp.where(valid[..., None], routing.experts, -1))
         counts = expert_counts(routing.experts, self.gate.kernel.shape[-1])
         y = self.experts(x, routing)
-        return MoEOutput(y if self.shared_experts is None else y + self.shared_experts(x), counts)
+        return MoEOutput(y if self.shared_experts is None else y + self.shared_experts(x), counts, self.gate.histogram(x, valid))
+
+
+def collect_histograms(model: nnx.Module, bins: int) -> None:
+    """Have every router in `model` report `ops.bias_histogram` with that many bins, as Quantile Balancing needs.
+
+    Raises:
+        ValueError: a router that chooses among groups: its cutoff is that of the groups, which no expert's bias moves alone.
+    """
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, Router):
+            if module.top_groups < module.num_groups:
+                raise ValueError(f"quantile balancing needs routers without groups, got {module.top_groups} of {module.num_groups} groups")
+            module.histogram_bins = bins

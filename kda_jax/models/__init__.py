@@ -9,6 +9,7 @@ _HOMES = {
     "GPT2": "gpt2",
     "LinearLM": "linear_lm",
     "KimiLinear": "kimi_linear",
+    "KimiK3": "kimi_k3",
     "LanguageModel": "language_model",
     "ModelOutput": "language_model",
     "HybridCache": "cache",
@@ -16,6 +17,8 @@ _HOMES = {
     "GPT2Config": "config",
     "LinearLMConfig": "config",
     "KimiLinearConfig": "config",
+    "KimiK3Config": "config",
+    "K3LinearAttentionConfig": "config",
     "LinearAttentionConfig": "config",
 }
 

@@ -167,8 +167,10 @@ class KimiLinearConfig:
         _positive(self, "moe_intermediate_size", "num_expert_group", "topk_group")
         _one_of(self, "moe_router_activation_func", ("sigmoid", "softmax"))
         _one_of(self, "remat", get_args(Remat))
-        _require(self.qk_rope_head_dim >= 0, f"KimiLinearConfig.qk_rope_head_dim must not be negative, got {self.qk_rope_head_dim}")
-        _require(self.num_shared_experts >= 0, f"KimiLinearConfig.num_shared_experts must not be negative, got {self.num_shared_experts}")
+        _require(self.qk_rope_head_dim >= 0, f"{type(self).__name__}.qk_rope_head_dim must not be negative, got {self.qk_rope_head_dim}")
+        _require(
+            self.num_shared_experts >= 0, f"{type(self).__name__}.num_shared_experts must not be negative, got {self.num_shared_experts}"
+        )
         _check_layer_lists(self.linear_attn_config, self.num_hidden_layers)
         _check_experts(self)
 
@@ -195,14 +197,79 @@ def _check_layer_lists(config: LinearAttentionConfig, layers: int) -> None:
 
 
 def _check_experts(config: KimiLinearConfig) -> None:
+    name = type(config).__name__
     E, k, groups = config.num_experts, config.num_experts_per_token, config.num_expert_group
-    _require(E % groups == 0, f"KimiLinearConfig.num_experts ({E}) must be a multiple of num_expert_group ({groups})")
-    _require(config.topk_group <= groups, f"KimiLinearConfig.topk_group ({config.topk_group}) must be at most num_expert_group ({groups})")
+    _require(E % groups == 0, f"{name}.num_experts ({E}) must be a multiple of num_expert_group ({groups})")
+    _require(config.topk_group <= groups, f"{name}.topk_group ({config.topk_group}) must be at most num_expert_group ({groups})")
     reachable = E // groups * config.topk_group
     _require(
         k <= reachable,
-        f"KimiLinearConfig.num_experts_per_token ({k}) must be at most the {reachable} experts that topk_group leaves to choose from",
+        f"{name}.num_experts_per_token ({k}) must be at most the {reachable} experts that topk_group leaves to choose from",
     )
 
 
-ModelConfig = GPT2Config | LinearLMConfig | KimiLinearConfig
+@dataclass(frozen=True)
+class K3LinearAttentionConfig(LinearAttentionConfig):
+    """`linear_attn_config` of Kimi K3: the decay is bounded, and the output gate has full rank."""
+
+    num_heads: int = 96
+    kda_layers: tuple[int, ...] = tuple(i for i in range(1, 93) if i % 4)
+    full_attn_layers: tuple[int, ...] = (*range(4, 93, 4), 93)
+    gate_lower_bound: float = -5.0
+    """Of the log decay, in [-5, 0)."""
+    A_log_entries: int | None = None
+    """Numbers that a checkpoint stores of each A_log: one per head, then zeros. None: one per head. The release has 128 for 96 heads."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        bound, entries = self.gate_lower_bound, self.A_log_entries
+        _require(-5 <= bound < 0, f"linear_attn_config.gate_lower_bound must lie in [-5, 0), got {bound}")
+        _require(
+            entries is None or entries >= self.num_heads,
+            f"linear_attn_config.A_log_entries must be at least the {self.num_heads} heads, or None, got {entries}",
+        )
+
+
+@dataclass(frozen=True)
+class KimiK3Config(KimiLinearConfig):
+    """Kimi K3's text model (arXiv 2607.24653): Kimi Linear with bounded KDA, gated MLA, LatentMoE and Attention Residuals.
+
+    The defaults are the release, 2.8T-A104B, but for `A_log_entries`, which `presets.kimi_k3` sets.
+    """
+
+    model_type: ClassVar[str] = "kimi_k3"
+
+    hidden_size: int = 7168
+    num_hidden_layers: int = 93
+    linear_attn_config: K3LinearAttentionConfig = K3LinearAttentionConfig()
+    num_attention_heads: int = 96
+    q_lora_rank: int = 1536
+    intermediate_size: int = 33792
+    num_experts: int = 896
+    num_experts_per_token: int = 16
+    num_shared_experts: int = 2
+    moe_intermediate_size: int = 3072
+    routed_expert_hidden_size: int = 3584
+    """Width of the latent space that routed experts work in."""
+    routed_scaling_factor: float = 1.0
+    activation_situ_beta: float = 4.0
+    activation_situ_linear_beta: float = 25.0
+    attn_res_block_size: int | None = 12
+    """Decoder layers (two sublayers each) whose outputs are summed into one source of the Attention Residuals. None: every sublayer's
+    output is a source of its own."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        _positive(self, "q_lora_rank", "routed_expert_hidden_size", "activation_situ_beta", "activation_situ_linear_beta")
+        size = self.attn_res_block_size
+        _require(size is None or size > 0, f"KimiK3Config.attn_res_block_size must be positive or None, got {size}")
+        for name, only in (("moe_router_activation_func", "sigmoid"), ("num_expert_group", 1), ("topk_group", 1)):
+            _require(getattr(self, name) == only, f"KimiK3Config.{name} must be {only!r}, got {getattr(self, name)!r}")
+
+    @property
+    def block_sublayers(self) -> int:
+        """Sublayers in a block of the Attention Residuals."""
+        return 1 if self.attn_res_block_size is None else 2 * self.attn_res_block_size
+
+
+ModelConfig = GPT2Config | LinearLMConfig | KimiLinearConfig | KimiK3Config

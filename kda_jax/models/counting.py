@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from kda_jax.layers.caches import RecurrentCache
-from kda_jax.models.config import KimiLinearConfig, ModelConfig
+from kda_jax.models.config import KimiK3Config, KimiLinearConfig, ModelConfig
 from kda_jax.models.factory import build
 from kda_jax.models.language_model import LanguageModel
 
@@ -20,7 +20,7 @@ class Count(NamedTuple):
     """What a model costs. Bytes are for one sequence."""
 
     total: int
-    """Parameters."""
+    """Parameters as the release counts them: with the zeros that it stores behind each A_log (2,208 of K3's 2.8 trillion)."""
     active: int
     """Parameters that one token uses: all but the experts it is not sent to."""
     active_without_embedding: int
@@ -66,7 +66,7 @@ def count(config: ModelConfig, *, dtype=jnp.bfloat16) -> Count:
     """
     model = nnx.eval_shape(lambda: build(config, nnx.Rngs(0)))
     sizes = {jax.tree_util.keystr(path): math.prod(leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.state(model))}
-    total = sum(sizes.values())
+    total = sum(sizes.values()) + _padding(config)
     active = total - _idle(config, sizes)
     tied = getattr(config, "tie_word_embeddings", True)
     tables = ["wpe"] if tied else ["wpe", "embed_tokens"]
@@ -82,6 +82,14 @@ def _idle(config: ModelConfig, sizes: dict[str, int]) -> int:
         return 0
     routed = sum(n for path, n in sizes.items() if "'experts'" in path)
     return routed // config.num_experts * (config.num_experts - config.num_experts_per_token)
+
+
+def _padding(config: ModelConfig) -> int:
+    """Zeros that a checkpoint stores behind the heads' values of each A_log."""
+    if not isinstance(config, KimiK3Config) or config.linear_attn_config.A_log_entries is None:
+        return 0
+    linear = config.linear_attn_config
+    return len(linear.kda_layers) * (linear.A_log_entries - linear.num_heads)
 
 
 def _mixer_flops(config: ModelConfig, model: LanguageModel) -> tuple[int, int]:

@@ -34,11 +34,12 @@ class Decoder(LanguageModel):
         kinds: Sequence[Hashable],
         make_block: Callable[[Hashable, nnx.Rngs], nnx.Module],
         rngs: nnx.Rngs,
+        stack: Callable[..., Stack] = Stack,
     ):
         self.config = config
         D, Z, spread = config.hidden_size, config.vocab_size, config.initializer_range
         self.embed_tokens = embedding(Z, D, "vocab", initializer_range=spread, rngs=rngs)
-        self.layers = Stack(kinds, make_block, remat=config.remat, rngs=rngs)
+        self.layers = stack(kinds, make_block, remat=config.remat, rngs=rngs)
         self.norm = RMSNorm(D, eps=config.rms_norm_eps, axis="embed")
         tied = config.tie_word_embeddings
         self.lm_head = None if tied else linear(D, Z, ("embed", "vocab"), initializer_range=spread, rngs=rngs)

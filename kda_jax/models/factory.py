@@ -7,13 +7,19 @@ import jax
 from flax import nnx
 from jaxtyping import Array
 
-from kda_jax.models.config import GPT2Config, KimiLinearConfig, LinearLMConfig, ModelConfig
+from kda_jax.models.config import GPT2Config, KimiK3Config, KimiLinearConfig, LinearLMConfig, ModelConfig
 from kda_jax.models.gpt2 import GPT2
+from kda_jax.models.kimi_k3 import KimiK3
 from kda_jax.models.kimi_linear import KimiLinear
 from kda_jax.models.language_model import LanguageModel
 from kda_jax.models.linear_lm import LinearLM
 
-_MODELS: dict[type, type[LanguageModel]] = {GPT2Config: GPT2, LinearLMConfig: LinearLM, KimiLinearConfig: KimiLinear}
+_MODELS: dict[type, type[LanguageModel]] = {
+    GPT2Config: GPT2,
+    LinearLMConfig: LinearLM,
+    KimiLinearConfig: KimiLinear,
+    KimiK3Config: KimiK3,
+}
 
 
 def build(config: ModelConfig, rngs: nnx.Rngs) -> LanguageModel:

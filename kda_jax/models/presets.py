@@ -1,6 +1,14 @@
 """Named configurations: the released sizes, and small ones for a laptop and for tests."""
 
-from kda_jax.models.config import GPT2Config, KimiLinearConfig, LinearAttentionConfig, LinearLMConfig, Mixer
+from kda_jax.models.config import (
+    GPT2Config,
+    K3LinearAttentionConfig,
+    KimiK3Config,
+    KimiLinearConfig,
+    LinearAttentionConfig,
+    LinearLMConfig,
+    Mixer,
+)
 
 
 def gpt2_124m() -> GPT2Config:
@@ -67,4 +75,55 @@ def tiny_hybrid() -> KimiLinearConfig:
         num_experts=8,
         num_experts_per_token=2,
         moe_intermediate_size=32,
+    )
+
+
+def kimi_k3() -> KimiK3Config:
+    """Kimi K3's text model as released: 2,779,484,478,208 parameters, 105.4B active per token, 104.2B without the input embedding."""
+    return KimiK3Config(linear_attn_config=K3LinearAttentionConfig(A_log_entries=128))
+
+
+def kimi_k3_tiny() -> KimiK3Config:
+    """Kimi K3 over bytes: 10 layers in blocks of 4, the last two MLA, 16 experts top-2 in a latent of 64, a few million parameters."""
+    return KimiK3Config(
+        vocab_size=256,
+        hidden_size=128,
+        num_hidden_layers=10,
+        linear_attn_config=K3LinearAttentionConfig(head_dim=32, num_heads=4, kda_layers=(1, 2, 3, 4, 6, 7, 8), full_attn_layers=(5, 9, 10)),
+        num_attention_heads=4,
+        q_lora_rank=96,
+        kv_lora_rank=64,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=16,
+        v_head_dim=32,
+        intermediate_size=512,
+        num_experts=16,
+        num_experts_per_token=2,
+        moe_intermediate_size=96,
+        routed_expert_hidden_size=64,
+        attn_res_block_size=4,
+    )
+
+
+def tiny_k3() -> KimiK3Config:
+    """The smallest model with every part of Kimi K3: 8 layers, the last two MLA, blocks of 3 that end inside the periods. For tests."""
+    return KimiK3Config(
+        vocab_size=64,
+        hidden_size=48,
+        num_hidden_layers=8,
+        linear_attn_config=K3LinearAttentionConfig(
+            head_dim=16, num_heads=3, kda_layers=(1, 2, 4, 6), full_attn_layers=(3, 5, 7, 8), A_log_entries=4
+        ),
+        num_attention_heads=3,
+        q_lora_rank=24,
+        kv_lora_rank=20,
+        qk_nope_head_dim=12,
+        qk_rope_head_dim=8,
+        v_head_dim=16,
+        intermediate_size=80,
+        num_experts=8,
+        num_experts_per_token=2,
+        moe_intermediate_size=32,
+        routed_expert_hidden_size=32,
+        attn_res_block_size=3,
     )

@@ -4,6 +4,7 @@ XLA's work grows with the number of layer bodies it is shown. A hybrid such as K
 so its parameters are stacked by period and one `jax.lax.scan` runs them all; only what does not fit the period is unrolled.
 """
 
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -69,25 +70,30 @@ def plan(kinds: Sequence[Hashable]) -> Layout:
 
 
 class BlockOutput(NamedTuple):
-    x: Float[Array, "B T D"]
+    x: Any
+    """[B, T, D], or the `layers.DepthStream` of a model with Attention Residuals."""
     cache: Any
     """The block's cache after these tokens; None if none was given."""
     counts: Int[Array, "E"] | None
     """Tokens sent to each expert; None for a block without experts."""
     max_logits: Float[Array, "H"] | None = None
     """Largest attention score of each head; None for a block without such scores, and where a cache was given."""
+    histogram: Int[Array, "E bins"] | None = None
+    """What Quantile Balancing needs, where the router collects it."""
 
 
 class StackOutput(NamedTuple):
-    x: Float[Array, "B T D"]
+    x: Any
     cache: StackCache | None
     counts: Int[Array, "layers E"] | None
     """One row per layer with experts, in order; None when there is none."""
     max_logits: Float[Array, "layers H"] | None
     """One row per layer that reports them, in order; None when there is none."""
+    histogram: Int[Array, "layers E bins"] | None
+    """The same."""
 
 
-_STATISTICS = "counts", "max_logits"
+STATISTICS = "counts", "max_logits", "histogram"
 
 
 class Stack(nnx.Module):
@@ -116,25 +122,13 @@ class Stack(nnx.Module):
             self.periods = jax.vmap(lambda key: _period(self.layout.period, make_block, key))(keys)
         self.epilogue = nnx.List([make_block(kind, rngs) for kind in self.layout.epilogue])
 
-    def __call__(
-        self, x: Float[Array, "B T D"], *, cache: StackCache | None = None, segment_ids: Int[Array, "B T"] | None = None
-    ) -> StackOutput:
+    def __call__(self, x: Any, *, cache: StackCache | None = None, segment_ids: Int[Array, "B T"] | None = None) -> StackOutput:
+        """`x` is what the blocks take and give: [B, T, D], or a `layers.DepthStream`."""
         caches = StackCache(*[(None,) * len(part) for part in self._parts()]) if cache is None else cache
 
-        def run(x, blocks, caches, *, scanned=False):
-            """Some blocks in a row: x, their caches, the statistics of those that have some."""
-            call, after = _remat(self.remat, scanned), []
-            statistics = {name: [] for name in _STATISTICS}
-            for block, block_cache in zip(blocks, caches, strict=True):
-                out = call(block, x, block_cache, segment_ids)
-                x = out.x
-                after.append(out.cache)
-                for name, rows in statistics.items():
-                    rows += [] if getattr(out, name) is None else [getattr(out, name)]
-            return x, tuple(after), statistics
-
+        run = functools.partial(run_blocks, self.remat, segment_ids)
         x, prologue, first = run(x, self.prologue, caches.prologue)
-        periods, middle = (), {name: [] for name in _STATISTICS}
+        periods, middle = (), {name: [] for name in STATISTICS}
         if self.layout.repeats:
 
             def body(x, xs):
@@ -144,7 +138,7 @@ class Stack(nnx.Module):
             x, (periods, middle) = jax.lax.scan(body, x, (self.periods, caches.periods))
         x, epilogue, last = run(x, self.epilogue, caches.epilogue)
         new_cache = None if cache is None else StackCache(prologue, periods, epilogue)
-        return StackOutput(x, new_cache, *(_in_order(first[name], middle[name], last[name]) for name in _STATISTICS))
+        return StackOutput(x, new_cache, *in_order(first, middle, last))
 
     def init_cache(self, batch: int, max_len: int, dtype) -> StackCache:
         """An empty cache of every block, those of the periods stacked like their parameters."""
@@ -170,7 +164,22 @@ def _period(kinds: Sequence[Hashable], make_block: Callable, key: Array) -> nnx.
     return nnx.List([make_block(kind, rngs) for kind in kinds])
 
 
-def _call(block: nnx.Module, x: Float[Array, "B T D"], cache, segment_ids) -> BlockOutput:
+def run_blocks(
+    remat: Remat, segment_ids: Int[Array, "B T"] | None, x: Any, blocks: Sequence, caches: Sequence, *, scanned: bool = False
+) -> tuple[Any, tuple, dict[str, list[Array]]]:
+    """Some blocks in a row: x, their caches, and the statistics of those that have some."""
+    call, after = _remat(remat, scanned), []
+    statistics = {name: [] for name in STATISTICS}
+    for block, block_cache in zip(blocks, caches, strict=True):
+        out = call(block, x, block_cache, segment_ids)
+        x = out.x
+        after.append(out.cache)
+        for name, rows in statistics.items():
+            rows += [] if getattr(out, name) is None else [getattr(out, name)]
+    return x, tuple(after), statistics
+
+
+def _call(block: nnx.Module, x: Any, cache, segment_ids) -> BlockOutput:
     return gathered(block)(x, cache=cache, segment_ids=segment_ids)
 
 
@@ -186,10 +195,15 @@ def _remat(remat: Remat, scanned: bool) -> Callable:
     return jax.checkpoint(_call, policy=policies[remat], prevent_cse=not scanned)
 
 
+def in_order(first: dict[str, list], middle: dict[str, list], last: dict[str, list]) -> list[Array | None]:
+    """Each of STATISTICS in the order of the layers, from those of `run_blocks` for prologue, periods (stacked) and epilogue."""
+    return [_in_order(first[name], middle[name], last[name]) for name in STATISTICS]
+
+
 def _in_order(first: list[Array], middle: list[Array], last: list[Array]) -> Array | None:
     """Rows of the prologue [E], of the periods [repeats, E] each, of the epilogue [E] -> [layers, E]."""
     parts = [jnp.stack(first)] if first else []
     if middle:
-        parts.append(jnp.stack(middle, axis=1).reshape(-1, middle[0].shape[-1]))
+        parts.append(jnp.stack(middle, axis=1).reshape(-1, *middle[0].shape[1:]))
     parts += [jnp.stack(last)] if last else []
     return jnp.concatenate(parts) if parts else None

@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kda_jax.sharding import Shards, local_map
 
@@ -98,3 +98,82 @@ def expert_counts(experts: Int[Array, "*tokens k"], num_experts: int) -> Int[Arr
 def token_names(x: Array) -> tuple[str | None, ...]:
     """Logical names of [N, D] or [B, T, D]: what is per token, flat or in rows."""
     return ("batch", "time", None) if x.ndim == 3 else ("batch", None)
+
+
+@typing.no_type_check  # its own checks raise ValueError with the name and shape of the argument
+def bias_histogram(
+    logits: Float[Array, "*tokens E"],
+    bias: Float[Array, "E"],
+    valid: Bool[Array, "*tokens"] | None = None,
+    *,
+    top_k: int,
+    activation: Literal["sigmoid", "softmax"] = "sigmoid",
+    bins: int = 1000,
+) -> Int[Array, "E bins"]:
+    """How many tokens would choose each expert from which bias on: the statistics of Quantile Balancing, one integer sum over all tokens.
+
+    Kimi K3, arXiv 2607.24653, appendix C. A token's cutoff alpha is its (top_k + 1)-th best score + bias; it chooses expert j as soon as
+    j's bias exceeds r_j = alpha - score_j. The r_j lie in [min(bias) - 1, max(bias) + 1], which is cut into equal bins.
+
+    Args:
+        logits: [..., E].
+        bias: [E], with which these tokens were routed.
+        valid: [...], False at padding, which is not counted.
+        top_k: experts per token, fewer than E.
+        activation: as in `route`.
+        bins: of the histogram.
+
+    Returns:
+        int32 [E, bins]. Histograms of parts of a batch add up, over devices and micro-batches alike.
+
+    Raises:
+        ValueError: top_k leaves no expert to compare with.
+    """
+    E = logits.shape[-1]
+    if not top_k < E:
+        raise ValueError(f"top_k is {top_k} of {E} experts; expected fewer, there is nothing to balance otherwise")
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    scores = jax.nn.sigmoid(logits) if activation == "sigmoid" else jax.nn.softmax(logits, axis=-1)
+    scores = jax.lax.stop_gradient(scores)
+    cutoff = jax.lax.top_k(scores + bias, top_k + 1)[0][..., -1:]
+    low, width = _bins(bias, bins)
+    slot = jnp.clip(jnp.floor((cutoff - scores - low) / width), 0, bins - 1).astype(jnp.int32)
+    if valid is not None:
+        slot = jnp.where(valid[..., None], slot, bins)  # out of range: dropped
+
+    def local(shards: Shards, slot: Array) -> Array:
+        return shards.sum(jnp.zeros((E, bins), jnp.int32).at[jnp.arange(E), slot].add(1, mode="drop"), "batch", "time")
+
+    return local_map(local, (slot,), (token_names(slot),), (None, None))
+
+
+def quantile_bias(histogram: Int[Array, "E bins"], bias: Float[Array, "E"], top_k: int) -> Float[Array, "E"]:
+    """The bias at which every expert would have been chosen by the same number of these tokens, less its mean.
+
+    Kimi K3, arXiv 2607.24653, appendix D: of each expert the top_k / E quantile of its r, the first bin whose cumulative count reaches
+    q = tokens * top_k / E, linearly interpolated inside it.
+
+    Args:
+        histogram: from `bias_histogram`, summed over all tokens of a step.
+        bias: [E], the one it was made with.
+        top_k: experts per token.
+
+    Returns:
+        [E], in bias's dtype: the bias of the next step. Without a single token it is `bias`.
+    """
+    E, bins = histogram.shape
+    low, width = _bins(bias, bins)
+    tokens = jnp.sum(histogram[0])
+    target = tokens.astype(jnp.float32) * (top_k / E)
+    reached = jnp.cumsum(histogram, axis=-1)
+    first = jnp.argmax(reached >= jnp.ceil(target), axis=-1)[:, None]
+    inside = jnp.take_along_axis(histogram, first, axis=-1)
+    before = jnp.take_along_axis(reached, first, axis=-1) - inside
+    found = low + width * (first + (target - before) / jnp.maximum(inside, 1))[:, 0]
+    return jnp.where(tokens > 0, found - jnp.mean(found), bias).astype(bias.dtype)
+
+
+def _bins(bias: Float[Array, "E"], bins: int) -> tuple[Array, Array]:
+    """(lower edge of the first bin, width of a bin)."""
+    low, high = jnp.min(bias) - 1, jnp.max(bias) + 1
+    return low, (high - low) / bins

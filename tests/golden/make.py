@@ -5,16 +5,19 @@
 
 ops.npz: fla's naive recurrences and KDA gates, with their torch gradients. The source of each function is run with float64 written in
 place of float32, so that the numbers are good to the last bit of the float32 they are stored in.
+depth.npz: fla's naive Attention Residuals, the same way.
 layers.npz: layers of transformers, float32, with gradients of the input and of every parameter.
 Keys are "case/name"; names of parameters are those of the released checkpoints.
 """
 
 import ast
 import importlib.metadata
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
+from einops import einsum
 from torch.nn import functional as F
 
 HERE = Path(__file__).parent
@@ -29,7 +32,7 @@ def fla(path, *names):
     text = "\n".join(ast.get_source_segment(source, node) for node in functions)
     for single, double in (("torch.float32", "torch.float64"), ("torch.float)", "torch.float64)"), (".float()", ".double()")):
         text = text.replace(single, double)
-    scope = {"torch": torch, "F": F}
+    scope = {"torch": torch, "F": F, "einsum": einsum, "Sequence": Sequence}
     exec(text, scope)
     return [scope[name] for name in names]
 
@@ -114,6 +117,13 @@ def gates():
         "kda_gate": record(lambda x, A_log, dt_bias: {"g": softplus(x, A_log, dt_bias)}, inputs, 18),
         "kda_gate_bounded": record(lambda x, A_log, dt_bias: {"g": bounded(x, A_log, dt_bias, -5.0)}, inputs, 19),
     }
+
+
+def depth():
+    (attnres,) = fla("ops/attnres/naive.py", "naive_attnres")
+    rng = np.random.default_rng(9)
+    inputs = {"sources": draw(rng, 4, 2, 3, 16), "query": draw(rng, 16, scale=0.5), "weight": draw(rng, 16)}
+    return record(lambda sources, query, weight: {"o": attnres(query, list(sources.contiguous()), weight)}, inputs, 20)
 
 
 def randomize(module, seed):
@@ -204,7 +214,7 @@ def lineage_layers():
 
 
 def write(name, cases):
-    flat = {f"{case}/{key}": x for case, arrays in cases.items() for key, x in arrays.items()}
+    flat = {f"{case}/{key}".lstrip("/"): x for case, arrays in cases.items() for key, x in arrays.items()}
     assert all(np.isfinite(x).all() for x in flat.values())
     np.savez_compressed(HERE / name, **flat)
     print(f"{name}: {len(flat)} arrays, {(HERE / name).stat().st_size:,} bytes")
@@ -213,4 +223,5 @@ def write(name, cases):
 if __name__ == "__main__":
     torch.manual_seed(0)
     write("ops.npz", recurrences() | gates())
+    write("depth.npz", {"": depth()})
     write("layers.npz", kimi_linear_layers() | lineage_layers())

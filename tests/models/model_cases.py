@@ -14,6 +14,7 @@ VOCAB = 64
 CONFIGS = {
     "gpt2": GPT2Config(vocab_size=VOCAB, n_positions=128, n_embd=32, n_layer=3, n_head=4),
     "kimi_linear": models.presets.tiny_hybrid(),
+    "kimi_k3": models.presets.tiny_k3(),
 } | {
     mixer: LinearLMConfig(
         mixer=mixer,
@@ -49,6 +50,8 @@ def filled(config):
             value = np.log(4) + 0.5 * noise
         elif "dt_bias" in last:
             value = noise - 4
+        elif "query" in last:
+            value = noise * leaf.shape[-1] ** -0.5
         elif "scale" in last or "['D']" in last:
             value = 1 + 0.1 * noise
         elif "bias" in last:
