@@ -24,9 +24,8 @@ from kda_jax.ops.triangular import HIGHEST, unit_lower_inverse
 
 # Tokens x heads that one scan step prepares together: small enough to stay in a CPU's cache, large enough to fill an accelerator.
 GROUP_TOKEN_HEADS = {"cpu": 2**10, "accelerator": 2**18}
-# On a CPU groups are always whole, of at least this many tokens, and two at least. Loops of other lengths compile to other rounding, so
-# that appending tokens would change bits before them; and a scan of one step, which XLA dissolves, has returned uninitialised memory at
-# its default optimisation (jax 0.10.2 and 0.12; tests/ops/test_default_flags.py).
+# On a CPU groups are always whole, of at least this many tokens, and two at least: loops of other lengths compile to other rounding, so
+# that appending tokens would change bits before them.
 GROUP_TOKENS = 64
 
 
@@ -94,6 +93,8 @@ def _scan_groups(static, groups, state):
 
 
 def _forward(static, groups, state):
+    state = _opaque(state)
+
     def body(state, group):
         v, beta, terms, _ = _prepare(static, state.dtype, *group)
         end, (_, o, _) = jax.lax.scan(functools.partial(_chunk, static), state, (terms, _inverse(terms, beta), v, beta))
@@ -106,6 +107,7 @@ def _forward(static, groups, state):
 def _backward(static, residuals, cotangents):
     groups, starts = residuals
     do, dstate = cotangents
+    dstate = _opaque(dstate)
 
     def body(dstate, xs):
         group, start, do = xs
@@ -242,6 +244,13 @@ def _terms_cotangents(static, terms, v, beta, S, y, do, dS, dy, dr):
     dv = beta * dr
     dbeta = jnp.sum(dr * (v - _dot(static, terms.k_in, S)), axis=-1, keepdims=True) + jnp.sum(dA * terms.Akk, axis=-1, keepdims=True)
     return Terms(beta * dA, dAqk, dq_in, -dot_t(dv, S), dk_out, dtotal), dv, dbeta
+
+
+def _opaque(state):
+    """The same state, which XLA cannot see to be zeros. A loop of one step is dissolved, and on a CPU the fusion for YNNPACK of
+    x @ broadcast(0) beside a row sum reads uninitialised memory (jax 0.10 to 0.12; tests/ops/test_one_group.py).
+    """
+    return jax.lax.optimization_barrier(state)
 
 
 def _share(x, like):
