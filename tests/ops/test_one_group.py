@@ -1,4 +1,4 @@
-"""A group of chunks is one step of a loop, and a loop of one step is none: XLA dissolves it, and the state it began with becomes a constant.
+"""A group of chunks is one step of a loop. XLA dissolves a loop of one step, and the state it began with becomes a constant.
 
 On CPUs the fusion of `x @ broadcast(0) + row sum` for YNNPACK reads uninitialised memory (jax 0.10 to 0.12), which once made outputs of
 1e26 out of a forward pass alone; with its backward in the same program XLA fuses otherwise, and nothing showed. Backends without YNNPACK
