@@ -53,13 +53,13 @@ def run(
         o, state = run_local(Inputs(*parts), scale=scale, initial_state=state)
         return o.astype(inputs.v.dtype), state
 
-    return RecurrenceOutput(*local_map(local, (*inputs, state), names(inputs), (_TOKENS, _STATE)))
+    return RecurrenceOutput(*local_map(local, (*inputs, state), names_of(inputs), (_TOKENS, _STATE)))
 
 
 _TOKENS, _STATE = ("batch", "time", "heads", None), ("batch", "heads", None, None)
 
 
-def names(inputs: Inputs) -> tuple:
+def names_of(inputs: Inputs) -> tuple:
     """Logical names of the axes of `inputs` and of a state: a recurrence runs on each device's rows, heads and segment of time."""
     return *(None if x is None else _TOKENS[: x.ndim] for x in inputs), _STATE
 

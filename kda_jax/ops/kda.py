@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kda_jax.ops.dispatch import choose, run, tpu_only
+from kda_jax import sharding
+from kda_jax.ops.dispatch import choose, names_of, run, tpu_only
 from kda_jax.ops.gates import kda_gate
 from kda_jax.ops.norms import l2_norm
 from kda_jax.ops.segments import segments
@@ -146,9 +147,10 @@ def kda_from_logits(
     Raises:
         as `kda` and `kda_gate`.
     """
-    if x.ndim == 4 and x.shape[1] and choose(SPEC, Inputs(q, k, v, x, beta_logits), implementation, chunk_size).chosen == "pallas_tpu":
-        gate = A_log, dt_bias, lower_bound
-        return _fused(Inputs(q, k, v, x, beta_logits), gate, scale, initial_state, segment_ids, chunk_size)
+    logits = Inputs(q, k, v, x, beta_logits)
+    here = x.ndim == 4 and x.shape[1] and sharding.parts("time", x.shape[1]) == 1  # the fused kernel has no summary of a segment
+    if here and choose(SPEC, logits, implementation, chunk_size).chosen == "pallas_tpu":
+        return _fused(logits, (A_log, dt_bias, lower_bound), scale, initial_state, segment_ids, chunk_size)
     g = kda_gate(x, A_log, dt_bias, lower_bound)
     beta = jax.nn.sigmoid(beta_logits.astype(g.dtype))
     return kda(
@@ -177,6 +179,14 @@ def _fused(logits: Inputs, gate, scale, initial_state, segment_ids, chunk_size) 
         valid = [where.valid.reshape(*where.valid.shape, *(1,) * (a.ndim - 2)) for a in logits]
         logits = Inputs(*(jnp.where(keep, a, zero) for keep, a, zero in zip(valid, logits, nothing, strict=True)))
         reset = where.reset
-    options = dict(reset=reset, scale=scale, chunk_size=chunk_size, lower_bound=lower_bound)
+    options = dict(scale=scale, chunk_size=chunk_size, lower_bound=lower_bound)
+
+    def local(_, *args):
+        *args, reset = args
+        return chunk_kda_from_logits(*args, reset=reset, **options)
+
+    *names, state = names_of(logits)
+    args = *logits, A_log, dt_bias, initial_state, reset
     with tpu_only("kda_from_logits"):
-        return RecurrenceOutput(*chunk_kda_from_logits(*logits, A_log, dt_bias, initial_state, **options))
+        out = sharding.local_map(local, args, (*names, ("heads",), ("heads", None), state, ("batch", "time")), (names[2], state))
+    return RecurrenceOutput(*out)

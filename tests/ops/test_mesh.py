@@ -1,0 +1,154 @@
+"""Ops on a mesh of eight fake devices: the values and gradients of one device, or of the float64 recurrence."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kda_jax import ops, testing
+from kda_jax.ops import exchange
+from kda_jax.ops.experts import experts
+from kda_jax.ops.routing import Routing, expert_counts, route
+from kda_jax.sharding import MeshConfig, make_mesh
+from kda_jax.testing import TOLERANCE, make_problem
+
+TIGHT = TOLERANCE["float32"]
+PACKED = np.array([[1] * 20 + [2] * 17 + [3] * 27, [1] * 3 + [-1] * 5 + [1] * 40 + [2] * 8 + [-1] * 8])
+"""Documents that go on, begin and end inside the segments of 16 tokens, padding in the middle and at the end."""
+
+
+def on_mesh(mesh, f, *args):
+    """f(*args), jitted, on a mesh of all devices."""
+    with jax.set_mesh(make_mesh(mesh)):
+        return jax.jit(f)(*args)
+
+
+def assert_same(found, wanted, tolerance=2e-6):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert testing.error(a, b).rms < tolerance
+
+
+FAST = "gated_linear_attention-channel", "gated_delta_rule-head", "kda-channel"
+"""A diagonal summary, full ones with one decay per head and per channel; the others are special cases of these, 5 s of processor each."""
+CASES = [
+    pytest.param(spec, decay, id=f"{name}-{decay}", marks=[] if f"{name}-{decay}" in FAST else pytest.mark.slow)
+    for name, spec in ops.REGISTRY.items()
+    for decay in spec.decays
+]
+
+
+@pytest.mark.parametrize(("spec", "decay"), CASES)
+def test_recurrences_over_time_and_heads(spec, decay):
+    """A packed sequence in four segments, heads in two parts: state in and out, every gradient, against the float64 recurrence."""
+    problem = make_problem(spec, jax.random.key(0), T=64, K=8, V=4, decay=decay, segment_ids=PACKED)
+    with jax.set_mesh(make_mesh(MeshConfig(context=4, tensor=2))):
+        for name, error in testing.errors(spec, problem, implementation="xla", chunk_size=16).items():
+            assert error.rms <= (TIGHT.output if name in ("o", "final_state") else TIGHT.gradient), f"{name}: {error}"
+
+
+def with_gradients(f):
+    """f's results, and the gradients of a sum of them whose weights tell positions apart."""
+
+    def value(*args):
+        out = f(*args)
+        return sum(jnp.sum(x * jnp.cos(jnp.arange(x.size)).reshape(x.shape)) for x in jax.tree.leaves(out)), out
+
+    return lambda *args: jax.grad(value, range(len(args)), has_aux=True)(*args)
+
+
+@pytest.mark.parametrize("tokens", [pytest.param(64, id="halo"), pytest.param(8, id="segments shorter than it", marks=pytest.mark.slow)])
+def test_short_conv_over_time_and_channels(tokens):
+    x, history = jax.random.normal(jax.random.key(0), (2, tokens, 6)), jax.random.normal(jax.random.key(1), (2, 3, 6))
+    weight = jax.random.normal(jax.random.key(2), (6, 4))
+    ids = [None, jnp.asarray(PACKED[:, :tokens]), jnp.asarray(np.sort(np.abs(PACKED[:, :tokens])))]
+
+    def all_of_them(x, weight, history):
+        return [tuple(ops.short_conv(x, weight, initial_state=history, segment_ids=segment_ids)) for segment_ids in ids]
+
+    f = with_gradients(all_of_them)
+    assert_same(on_mesh(MeshConfig(context=4, tensor=2), f, x, weight, history), jax.jit(f)(x, weight, history))
+
+
+def test_attention_over_time_rows_and_heads():
+    q, k, v = (jax.random.normal(jax.random.key(i), (2, 64, h, 8)) for i, h in ((0, 4), (1, 2), (2, 2)))
+    ids = jnp.asarray(PACKED)
+
+    def both(q, k, v):
+        return ops.attention(q, k, v, segment_ids=ids), ops.mla(q[..., :6], q[..., 6:], k[:, :, 0], scale=0.3, segment_ids=ids)
+
+    f = with_gradients(both)
+    assert_same(on_mesh(MeshConfig(data=2, context=2, tensor=2), f, q, k, v), jax.jit(f)(q, k, v))
+
+
+B, T, D, F, TOP_K = 4, 8, 6, 8, 2
+
+
+def moe(E, seed=0):
+    """(a function of tokens, router logits and weights: results, counts; its arguments)."""
+    rng = np.random.default_rng(seed)
+    shapes = (B, T, D), (B, T, E), (E, D, F), (E, D, F), (E, F, D)
+    args = tuple(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
+
+    def f(x, logits, *w):
+        logits = logits.at[:, :, E // 2].set(-50.0)  # nobody chooses this one
+        routing = route(logits, top_k=TOP_K, renormalize=True, scaling_factor=2.0)
+        chosen = routing.experts.at[0, :3].set(-1)  # padding
+        return experts(x, Routing(chosen, routing.weights), *w), expert_counts(chosen, E)
+
+    def gradients(*args):
+        (y, counts), pull = jax.vjp(f, *args)
+        return y, counts, pull((jnp.cos(jnp.arange(y.size)).reshape(y.shape), np.zeros(counts.shape, jax.dtypes.float0)))
+
+    return gradients, args
+
+
+MESHES = [
+    MeshConfig(expert=4, tensor=2),
+    MeshConfig(expert=2, fsdp=2, context=2),
+    MeshConfig(expert=8),  # more than there are rows: the owners share the tokens
+    MeshConfig(data=2, fsdp=2, tensor=2),
+]
+
+
+@pytest.mark.parametrize(("mesh", "E"), [*((mesh, 8) for mesh in MESHES), (MESHES[0], 6)], ids=str)
+def test_experts(mesh, E):
+    """R086 R088 R090 R091: outputs, counts over all devices, gradients; also of six experts on four devices."""
+    f, args = moe(E)
+    y, counts, grads = on_mesh(mesh, f, *args)
+    wanted_y, wanted_counts, wanted_grads = jax.jit(f)(*args)
+    np.testing.assert_array_equal(counts, wanted_counts)
+    assert int(counts.sum()) == (B * T - 3) * TOP_K
+    assert_same((y, grads), (wanted_y, wanted_grads))
+    for dw in grads[2:]:
+        assert not np.any(np.asarray(dw)[E // 2]), "an expert without tokens has a gradient"
+
+
+def test_all_tokens_to_one_expert():
+    """R090: one owner gets everything, seven get nothing; none is dropped."""
+    x, w = jnp.arange(32.0).reshape(8, 2, 2), jnp.arange(1.0, 9.0)[:, None, None] * jnp.eye(2)
+    for e in (0, 5):
+        routing = Routing(jnp.full((8, 2, 1), e), jnp.ones((8, 2, 1)))
+        y = on_mesh(MeshConfig(expert=8), lambda x: experts(x, routing, w, w, w, activation=lambda gate, up: up), x)  # noqa: B023
+        np.testing.assert_allclose(y, (e + 1) ** 2 * x, rtol=1e-6)
+
+
+def emulated_ragged_all_to_all(rows, out, starts, sizes, slots, received, *, axis_name):
+    """`jax.lax.ragged_all_to_all` by its definition, for platforms without it: everybody sees everything and takes what is meant for it."""
+    here = jax.lax.axis_index(axis_name)
+    everything = [jax.lax.all_gather(x, axis_name) for x in (rows, starts, sizes, slots)]
+    at = jnp.arange(out.shape[0])
+    for sender in range(starts.shape[0]):
+        rows_of, start, size, slot = everything[0][sender], *(x[sender, here] for x in everything[1:])
+        inside = (at >= slot) & (at < slot + size)
+        out = jnp.where(inside[:, None], rows_of[jnp.clip(at - slot + start, 0, rows.shape[0] - 1)], out)
+    return out
+
+
+def test_ragged_exchange_is_the_dense_one(monkeypatch):
+    """Offsets and sizes of the ragged path, on its definition: results and gradients to the bit."""
+    f, args = moe(8)
+    wanted = on_mesh(MESHES[0], f, *args)
+    monkeypatch.setattr(jax.lax, "ragged_all_to_all", emulated_ragged_all_to_all)
+    monkeypatch.setattr(exchange, "_send_dense", exchange._send_ragged)
+    monkeypatch.setattr(exchange, "_send_back_dense", exchange._send_back_ragged)
+    jax.tree.map(np.testing.assert_array_equal, on_mesh(MESHES[0], lambda *a: f(*a), *args), wanted)
