@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kda_jax.ops.decay import channel_products, channel_products_transpose, head_weights, levels
+from kda_jax.ops.decay import channel_products, channel_products_transpose, head_weights, levels, masked_sum
 from kda_jax.ops.triangular import HIGHEST, unit_lower_inverse
 
 # Tokens x heads that one scan step prepares together: small enough to stay in a CPU's cache, large enough to fill an accelerator.
@@ -166,21 +166,19 @@ def _prepare_transpose(static, heads, terms, saved, d):
 
 
 def _channel_transpose(static, heads, terms, q, k, tree, d):
-    """A weight alpha_{j+1} ... alpha_i adds the same amount to every g between j and i. So g_t gets what rows i >= t gain through
-    decay minus what columns j >= t do: a sum from the chunk's end of q dq + k dk (as row) - k dk (as column); and what columns
-    before t carry out of the chunk.
+    """g_t gets what rows i >= t gain on their way from the chunk's start, what columns j < t gain on theirs to its end, and what the
+    products inside gain.
     """
     prefix, suffix = tree[-1].prefix, tree[-1].suffix
     dq, dk_row, dk_column = d.q_in * prefix, d.k_in * prefix, d.k_out * suffix
-    leaving = k * dk_column
+    entering, leaving = q * dq + k * dk_row, k * dk_column
     rows, dproducts = ([q], [d.Aqk]) if d.Akk is None else ([q, k], [d.Aqk, d.Akk])
-    (dq_inside, *dk_inside), dk = channel_products_transpose(
+    (dq_inside, *dk_inside), dk, dg = channel_products_transpose(
         dproducts, rows, k, tree, functools.partial(_dot, static), functools.partial(_t_dot, static)
     )
     dq, dk_row = dq + dq_inside, dk_row + sum(dk_inside)
-    gained = q * dq + k * (dk_row - dk)
-    lower = _lower(static, gained)
-    dg = _sum(lower.mT, gained) + _sum(jnp.tril(lower, -1), leaving)
+    lower = _lower(static, entering)
+    dg = dg + masked_sum(lower.mT, entering) + masked_sum(jnp.tril(lower, -1), leaving)
     diagonal = jnp.diagonal(d.Aqk, axis1=-2, axis2=-1)[..., None]  # no decay between a token and itself
     return dq + diagonal * k, dk_row + dk_column + dk + diagonal * q, dg
 
@@ -196,8 +194,9 @@ def _head_transpose(static, heads, terms, q, k, tree, weights, d):
         moved = d.Aqk * terms.Aqk + (0 if d.Akk is None else d.Akk * terms.Akk)
         lower = _lower(static, moved)
         before = jnp.tril(lower, -1)
-        dg = total(jnp.triu(_sum(moved, before.mT).mT))
-        dg = dg + _sum(lower.mT, total(_share(q, dq) * dq + _share(k, dq) * dk_row)) + _sum(before, total(_share(k, dq) * dk_column))
+        dg = total(jnp.triu(masked_sum(moved, before.mT).mT))
+        dg = dg + masked_sum(lower.mT, total(_share(q, dq) * dq + _share(k, dq) * dk_row))
+        dg = dg + masked_sum(before, total(_share(k, dq) * dk_column))
     dqk = _unshare(d.Aqk * weights, heads)
     dq, dk = _unshare(dq, heads) + dot(dqk, k), _unshare(dk_row + dk_column, heads) + t_dot(dqk, q)
     if d.Akk is not None:
@@ -266,11 +265,6 @@ def _unshare(x, heads):
 
 def _lower(static, like):
     return jnp.tril(jnp.ones((static.chunk_size,) * 2, like.dtype))
-
-
-def _sum(a, b):
-    """a b where one of the two holds ones and zeros: a sum, at full precision."""
-    return jnp.matmul(a, b, precision=HIGHEST)
 
 
 def _dot(static, a, b):
