@@ -121,6 +121,9 @@ class TrainConfig:
     on_nonfinite: Literal["skip", "stop"] = "skip"
     """A gradient that is not finite: leave the step out, or end the run. Both name the first bad parameter."""
     log_every: int = 10
+    expert_capacity: float | None = None
+    """None: no token is dropped. f: an expert takes at most f times the mean load from the tokens of a device, for exchange buffers of
+    that size; the metric `dropped` counts choices beyond. num_experts / num_experts_per_token and more drops nothing."""
 
     def __post_init__(self):
         for name in ("steps", "batch_size", "micro_batches", "log_every"):
@@ -131,6 +134,10 @@ class TrainConfig:
         )
         _check(
             self.compute_dtype in ("float32", "bfloat16"), f"train.compute_dtype must be float32 or bfloat16, got {self.compute_dtype!r}"
+        )
+        _check(
+            self.expert_capacity is None or self.expert_capacity > 0,
+            f"train.expert_capacity must be positive or None, got {self.expert_capacity}",
         )
         _check(self.on_nonfinite in ("skip", "stop"), f"train.on_nonfinite must be 'skip' or 'stop', got {self.on_nonfinite!r}")
 

@@ -15,6 +15,6 @@ from kda_jax.layers.linear_attention import LinearAttention
 from kda_jax.layers.mamba2 import Mamba2
 from kda_jax.layers.mla import MultiHeadLatentAttention
 from kda_jax.layers.mlp import MLP, SiTU, SwiGLU
-from kda_jax.layers.moe import MoE, MoEOutput, RouterBias, collect_histograms
+from kda_jax.layers.moe import MoE, MoEOutput, RouterBias, collect_histograms, limit_experts
 from kda_jax.layers.norms import GatedRMSNorm, LayerNorm, RMSNorm
 from kda_jax.layers.short_conv import ShortConv

@@ -1,6 +1,5 @@
 """Stable LatentMoE: experts that work in a narrow latent space, chosen from the full width."""
 
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
@@ -9,7 +8,6 @@ from kda_jax.layers.mlp import SiTU
 from kda_jax.layers.moe import Experts, MoEOutput, Router
 from kda_jax.layers.norms import RMSNorm
 from kda_jax.ops.activations import Situ
-from kda_jax.ops.routing import expert_counts
 
 
 class LatentMoE(nnx.Module):
@@ -73,10 +71,8 @@ class LatentMoE(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T D"], *, valid: Bool[Array, "B T"] | None = None) -> MoEOutput:
         """Args: x [B, T, D]; valid [B, T], False at padding, which is sent to no expert and not counted."""
-        routing = self.gate(x)
-        if valid is not None:
-            routing = routing._replace(experts=jnp.where(valid[..., None], routing.experts, -1))
-        counts = expert_counts(routing.experts, self.gate.kernel.shape[-1])
+        routing, counts, dropped = self.gate.choose(x, valid)
         u = self.experts(self.routed_expert_down_proj(x), routing)
         y = self.routed_expert_up_proj(self.routed_expert_norm(u))
-        return MoEOutput(y if self.shared_experts is None else y + self.shared_experts(x), counts, self.gate.histogram(x, valid))
+        y = y if self.shared_experts is None else y + self.shared_experts(x)
+        return MoEOutput(y, counts, self.gate.histogram(x, valid), dropped)

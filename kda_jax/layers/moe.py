@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kda_jax.layers.initializers import normal
 from kda_jax.layers.mlp import SwiGLU
 from kda_jax.ops.experts import experts, swiglu
-from kda_jax.ops.routing import Routing, bias_histogram, expert_counts, route
+from kda_jax.ops.routing import Routing, bias_histogram, expert_counts, limit, route
 
 
 class MoEOutput(NamedTuple):
@@ -19,6 +19,8 @@ class MoEOutput(NamedTuple):
     """Tokens that each expert received, padding not counted."""
     histogram: Int[Array, "E bins"] | None = None
     """Of the bias at which each token would just choose each expert, where the router collects it; see `ops.bias_histogram`."""
+    dropped: Int[Array, ""] | None = None
+    """Choices that found their expert full, where `limit_experts` has set a capacity; `counts` holds them all the same."""
 
 
 class RouterBias(nnx.Variable):
@@ -48,6 +50,7 @@ class Router(nnx.Module):
         self.renormalize, self.routed_scaling_factor, self.activation = renormalize, routed_scaling_factor, activation
         self.num_groups, self.top_groups = num_groups, top_groups
         self.histogram_bins: int | None = None
+        self.capacity_factor: float | None = None
 
     def logits(self, x: Float[Array, "*tokens D"]) -> Float[Array, "*tokens E"]:
         wide = jnp.promote_types(x.dtype, jnp.float32)
@@ -59,6 +62,18 @@ class Router(nnx.Module):
             return None
         options = {"top_k": self.num_experts_per_token, "activation": self.activation, "bins": self.histogram_bins}
         return bias_histogram(self.logits(x), self.e_score_correction_bias[...], valid, **options)
+
+    def choose(self, x: Float[Array, "*tokens D"], valid: Bool[Array, "*tokens"] | None) -> tuple[Routing, Array, Array | None]:
+        """Where real tokens go, how many chose each expert, and how many choices `limit_experts` dropped (None without a capacity)."""
+        routing = self(x)
+        if valid is not None:
+            routing = routing._replace(experts=jnp.where(valid[..., None], routing.experts, -1))
+        E = self.kernel.shape[-1]
+        counts = expert_counts(routing.experts, E)
+        if self.capacity_factor is None:
+            return routing, counts, None
+        routing, dropped = limit(routing, E, self.capacity_factor)
+        return routing, counts, dropped
 
     def __call__(self, x: Float[Array, "*tokens D"]) -> Routing:
         return route(
@@ -94,9 +109,11 @@ class Experts(nnx.Module):
         self.w3 = normal((num_experts, hidden_size, intermediate_size), ("experts", "embed", "mlp"), **init)
         self.w2 = normal((num_experts, intermediate_size, hidden_size), ("experts", "mlp", "embed"), **init)
         self.activation = activation
+        self.capacity_factor: float | None = None
 
     def __call__(self, x: Float[Array, "*tokens D"], routing: Routing) -> Float[Array, "*tokens D"]:
-        return experts(x, routing, self.w1[...], self.w3[...], self.w2[...], activation=self.activation)
+        weights = self.w1[...], self.w3[...], self.w2[...]
+        return experts(x, routing, *weights, activation=self.activation, capacity_factor=self.capacity_factor)
 
 
 class MoE(nnx.Module):
@@ -146,12 +163,20 @@ class MoE(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T D"], *, valid: Bool[Array, "B T"] | None = None) -> MoEOutput:
         """Args: x [B, T, D]; valid [B, T], False at padding, which is sent to no expert and not counted."""
-        routing = self.gate(x)
-        if valid is not None:
-            routing = routing._replace(experts=jnp.where(valid[..., None], routing.experts, -1))
-        counts = expert_counts(routing.experts, self.gate.kernel.shape[-1])
+        routing, counts, dropped = self.gate.choose(x, valid)
         y = self.experts(x, routing)
-        return MoEOutput(y if self.shared_experts is None else y + self.shared_experts(x), counts, self.gate.histogram(x, valid))
+        y = y if self.shared_experts is None else y + self.shared_experts(x)
+        return MoEOutput(y, counts, self.gate.histogram(x, valid), dropped)
+
+
+def limit_experts(model: nnx.Module, capacity_factor: float | None) -> None:
+    """Give every expert in `model` a capacity (`ops.limit`), for buffers of a size known beforehand; None takes it away.
+
+    Tokens are dropped then, and how many is in `MoEOutput.dropped`. What is dropped depends on which tokens share a device.
+    """
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, Router | Experts):
+            module.capacity_factor = capacity_factor
 
 
 def collect_histograms(model: nnx.Module, bins: int) -> None:

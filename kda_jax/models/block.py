@@ -31,7 +31,7 @@ class Block(nnx.Module):
         if hasattr(self, "mlp"):
             return BlockOutput(x + self.mlp(h), mixed.cache, None, mixed.max_logits)
         routed = self.block_sparse_moe(h, valid=None if segment_ids is None else segments(segment_ids).valid)
-        return BlockOutput(x + routed.y, mixed.cache, routed.counts, mixed.max_logits, routed.histogram)
+        return BlockOutput(x + routed.y, mixed.cache, routed.counts, mixed.max_logits, routed.histogram, routed.dropped)
 
     def init_cache(self, batch: int, max_len: int, dtype):
         return self.self_attn.init_cache(batch, max_len, dtype)

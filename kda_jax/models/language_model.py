@@ -22,7 +22,8 @@ class ModelOutput(NamedTuple):
     aux: dict[str, Array]
     """`expert_counts` [layers with experts, E] int32, tokens sent to each expert, where there are experts; `max_logits` [MLA layers, H],
     the largest score of each head, where there is MLA and no cache was given; `router_histogram` [layers with experts, E, bins] where
-    `layers.collect_histograms` has asked for it."""
+    `layers.collect_histograms` has asked for it; `dropped` [layers with experts], choices that found their expert full, where
+    `layers.limit_experts` has set a capacity."""
 
 
 class LanguageModel(nnx.Module):
@@ -73,7 +74,7 @@ class LanguageModel(nnx.Module):
         x = constrain(ends.embed(inputs), "batch", "time", "embed")
         out = self.stack(x, cache=parts, segment_ids=inputs.segment_ids)
         logits = constrain(ends.head(out.x), "batch", "time", "vocab")
-        aux = {"expert_counts": out.counts, "max_logits": out.max_logits, "router_histogram": out.histogram}
+        aux = {"expert_counts": out.counts, "max_logits": out.max_logits, "router_histogram": out.histogram, "dropped": out.dropped}
         aux = {name: value for name, value in aux.items() if value is not None}
         if cache is None:
             return ModelOutput(logits, None, aux)

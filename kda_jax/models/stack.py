@@ -80,6 +80,8 @@ class BlockOutput(NamedTuple):
     """Largest attention score of each head; None for a block without such scores, and where a cache was given."""
     histogram: Int[Array, "E bins"] | None = None
     """What Quantile Balancing needs, where the router collects it."""
+    dropped: Int[Array, ""] | None = None
+    """Choices that found their expert full, where experts have a capacity."""
 
 
 class StackOutput(NamedTuple):
@@ -91,9 +93,11 @@ class StackOutput(NamedTuple):
     """One row per layer that reports them, in order; None when there is none."""
     histogram: Int[Array, "layers E bins"] | None
     """The same."""
+    dropped: Int[Array, "layers"] | None
+    """The same."""
 
 
-STATISTICS = "counts", "max_logits", "histogram"
+STATISTICS = "counts", "max_logits", "histogram", "dropped"
 
 
 class Stack(nnx.Module):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kda_jax.ops.exchange import at_owners
-from kda_jax.ops.routing import Routing, expert_counts, token_names
+from kda_jax.ops.routing import Routing, capacity, expert_counts, token_names
 from kda_jax.sharding import Shards, local_map, padded
 
 # Rows of one block of the "blocks" implementation: every expert's rows are padded to a multiple of it. Each block copies its expert's
@@ -35,6 +35,7 @@ def experts(
     w2: Float[Array, "E F D"],
     *,
     activation: Callable[[Array, Array], Array] = swiglu,
+    capacity_factor: float | None = None,
     implementation: Literal["ragged", "blocks"] | None = None,
 ) -> Float[Array, "*tokens D"]:
     """y_n = sum_j weights[n, j] * E_{experts[n, j]}(x_n), with E_e(x) = activation(x w1_e, x w3_e) w2_e.
@@ -47,6 +48,7 @@ def experts(
         w1, w3: [E, D, F], gate and up projections.
         w2: [E, F, D], down projection.
         activation: (gate [M, F], up [M, F]) -> [M, F].
+        capacity_factor: the one that `limit` has applied to `routing`, so that owners keep room for no more than that; None for all.
         implementation: "ragged" = `jax.lax.ragged_dot`; "blocks" = batched products of fixed-size row blocks; None = "ragged" on TPU
             and "blocks" elsewhere, where ragged_dot computes every row with every expert, chosen when the program is lowered.
 
@@ -69,11 +71,11 @@ def experts(
     more = ((0, padded("experts", E) - E), (0, 0), (0, 0))
     w1, w3, w2 = (jnp.pad(w, more) if more[0][1] else w for w in (w1, w3, w2))
     up, down, tokens = ("experts", "stored", "mlp"), ("experts", "mlp", "stored"), token_names(x)
-    local = functools.partial(_experts, activation, implementation, E)
+    local = functools.partial(_experts, activation, implementation, E, capacity_factor)
     return local_map(local, (x, *routing, w1, w3, w2), (tokens, tokens, tokens, up, up, down), tokens)
 
 
-def _experts(activation: Callable, implementation: str | None, E: int, shards: Shards, x: Array, chosen: Array, weights: Array, *w: Array):
+def _experts(activation, implementation, E: int, factor: float | None, shards: Shards, x: Array, chosen: Array, weights: Array, *w: Array):
     """One device's tokens and experts; of E experts in all."""
     w1, w3, w2 = (shards.whole(part, "stored", axis) for part, axis in zip(w, (1, 1, 2), strict=True))
     k, D, owned = chosen.shape[-1], x.shape[-1], w1.shape[0]
@@ -86,7 +88,8 @@ def _experts(activation: Callable, implementation: str | None, E: int, shards: S
     rows = x.reshape(-1, D)[order // k]
     compute = functools.partial(_gated, activation, implementation, w1, w3, w2)
     if apart:
-        rows = at_owners(compute, shards.axes("experts"), rows, expert_counts(chosen[:, None], owned * shards.count("experts")))
+        room = len(rows) if factor is None else min(len(rows), owned * capacity(len(rows), E, factor))
+        rows = at_owners(compute, shards.axes("experts"), rows, expert_counts(chosen[:, None], owned * shards.count("experts")), room)
     else:
         rows = compute(rows, expert_counts(chosen[:, None], owned))
     y = jnp.zeros_like(rows).at[order].set(rows, unique_indices=True).reshape(-1, k, D)

@@ -1,5 +1,6 @@
 """Which experts a token goes to, and with what weights."""
 
+import math
 import typing
 from typing import Literal, NamedTuple
 
@@ -93,6 +94,48 @@ def expert_counts(experts: Int[Array, "*tokens k"], num_experts: int) -> Int[Arr
         return shards.sum(jnp.zeros(num_experts, jnp.int32).at[inside].add(1, mode="drop"), "batch", "time")
 
     return local_map(local, (experts,), (token_names(experts),), (None,))
+
+
+class Limited(NamedTuple):
+    routing: Routing
+    """With -1 in the place of experts that were full."""
+    dropped: Int[Array, ""]
+    """Choices that found their expert full, over all devices."""
+
+
+def limit(routing: Routing, num_experts: int, capacity_factor: float) -> Limited:
+    """Give every expert at most `capacity` of a device's n tokens, the first that choose it (Switch Transformer, arXiv 2101.03961, eq. 3).
+
+        capacity = ceil(n k / E * capacity_factor)
+
+    A choice beyond that contributes nothing: such a token has its other experts, the shared ones and the residual. From E / k on, nothing
+    can be dropped.
+
+    Args:
+        routing: from `route`; numbers outside 0 .. E-1 take no place.
+        num_experts: E.
+        capacity_factor: room over the mean load.
+    """
+
+    def local(shards: Shards, experts: Array) -> tuple[Array, Array]:
+        chosen = experts.reshape(-1)
+        real = (chosen >= 0) & (chosen < num_experts)
+        chosen = jnp.where(real, chosen, num_experts)
+        order = jnp.argsort(chosen, stable=True)
+        counts = jnp.zeros(num_experts + 1, jnp.int32).at[chosen].add(1)
+        place = jnp.zeros_like(chosen).at[order].set(jnp.arange(chosen.size) - (jnp.cumsum(counts) - counts)[chosen[order]])
+        kept = place < capacity(chosen.size, num_experts, capacity_factor)
+        dropped = shards.sum(jnp.sum(real & ~kept, dtype=jnp.int32), "batch", "time")
+        return jnp.where(real & kept, chosen, -1).reshape(experts.shape), dropped
+
+    names = token_names(routing.experts)
+    experts, dropped = local_map(local, (routing.experts,), (names,), (names, ()))
+    return Limited(routing._replace(experts=experts), dropped)
+
+
+def capacity(choices: int, num_experts: int, capacity_factor: float) -> int:
+    """Tokens of a device that one expert takes, of n k `choices`."""
+    return math.ceil(choices / num_experts * capacity_factor)
 
 
 def token_names(x: Array) -> tuple[str | None, ...]:

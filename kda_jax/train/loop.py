@@ -240,6 +240,7 @@ class _Loop:
                 "learning_rate": float(metrics.learning_rate),
                 "expert_load": float(metrics.expert_load),
                 "max_logit": float(metrics.max_logit),
+                "dropped": int(metrics.dropped),
                 "tokens_per_second": speed,
             }
             self._report.step(number, values, step_seconds * (config.train.steps - number))

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kda_jax import sharding
 from kda_jax.config import RunConfig
+from kda_jax.layers import limit_experts
 from kda_jax.layers.params import cast
 from kda_jax.train.data import Batch
 from kda_jax.train.optim import Schedule, update_router_biases
@@ -27,6 +28,8 @@ class Sums(NamedTuple):
     """Tokens sent to each expert; None for a model without experts."""
     max_logits: Float[Array, "layers H"] | None
     """Largest logit of each attention head; None for a model that reports none. This one is a maximum."""
+    dropped: Int[Array, "layers"] | None = None
+    """Choices of experts that were full; None without a capacity."""
 
     def plus(self, other: "Sums") -> "Sums":
         """Those of the rows of both."""
@@ -51,6 +54,8 @@ class StepMetrics(NamedTuple):
     """Tokens of the busiest expert over the mean, the worst layer's; 1 is balanced, 0 without experts."""
     max_logit: Float[Array, ""]
     """Largest logit of an attention head; 0 for a model that reports none."""
+    dropped: Int[Array, ""]
+    """Choices of experts that were full, over all layers (`train.expert_capacity`)."""
 
 
 def next_token_loss(
@@ -73,13 +78,14 @@ def next_token_loss(
     return jnp.sum(jnp.where(predicted, nats, 0.0)), jnp.sum(predicted, dtype=jnp.int32)
 
 
-def make_forward(graphdef: nnx.GraphDef, compute_dtype: str) -> Callable[[dict, dict, Batch], Sums]:
+def make_forward(graphdef: nnx.GraphDef, compute_dtype: str, expert_capacity: float | None = None) -> Callable[[dict, dict, Batch], Sums]:
     """The loss of a batch as a function of (params, buffers, batch); parameters are cast to `compute_dtype` by name."""
 
     def forward(params: dict, buffers: dict, batch: Batch) -> Sums:
         model = merge(graphdef, cast(params, jnp.dtype(compute_dtype)), buffers)
+        limit_experts(model, expert_capacity)
         out = model(batch.tokens[:, :-1], segment_ids=batch.segment_ids[:, :-1])
-        return Sums(*next_token_loss(out.logits, *batch), out.aux.get("expert_counts"), out.aux.get("max_logits"))
+        return Sums(*next_token_loss(out.logits, *batch), *(out.aux.get(name) for name in ("expert_counts", "max_logits", "dropped")))
 
     return forward
 
@@ -99,7 +105,7 @@ def make_train_step(
     Args:
         shardings: of the state, from `state_shardings`, where there is a mesh; call the step under `jax.set_mesh` then.
     """
-    forward = make_forward(graphdef, config.train.compute_dtype)
+    forward = make_forward(graphdef, config.train.compute_dtype, config.train.expert_capacity)
     parts = config.train.micro_batches
 
     def objective(params: dict, buffers: dict, batch: Batch) -> tuple[Array, Sums]:
@@ -158,4 +164,6 @@ def _metrics(grads: dict, sums: Sums, tokens: Array, rate: Any) -> StepMetrics:
         load = jnp.max(jnp.max(counts, axis=-1) / jnp.maximum(jnp.mean(counts, axis=-1), 1.0))
     max_logit = jnp.zeros(()) if sums.max_logits is None else jnp.max(sums.max_logits).astype(jnp.float32)
     skipped = ~(jnp.all(finite) & jnp.isfinite(loss))
-    return StepMetrics(loss, sums.tokens, jnp.sqrt(jnp.sum(squares)), jnp.asarray(rate, jnp.float32), finite, skipped, load, max_logit)
+    dropped = jnp.zeros((), jnp.int32) if sums.dropped is None else jnp.sum(sums.dropped)
+    norm, rate = jnp.sqrt(jnp.sum(squares)), jnp.asarray(rate, jnp.float32)
+    return StepMetrics(loss, sums.tokens, norm, rate, finite, skipped, load, max_logit, dropped)

@@ -1,5 +1,8 @@
 """Ops on a mesh of eight fake devices: the values and gradients of one device, or of the float64 recurrence."""
 
+import math
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +11,7 @@ import pytest
 from kda_jax import ops, testing
 from kda_jax.ops import exchange
 from kda_jax.ops.experts import experts
-from kda_jax.ops.routing import Routing, expert_counts, route
+from kda_jax.ops.routing import Routing, expert_counts, limit, route
 from kda_jax.sharding import MeshConfig, make_mesh
 from kda_jax.testing import TOLERANCE, make_problem
 
@@ -152,3 +155,48 @@ def test_ragged_exchange_is_the_dense_one(monkeypatch):
     monkeypatch.setattr(exchange, "_send_dense", exchange._send_ragged)
     monkeypatch.setattr(exchange, "_send_back_dense", exchange._send_back_ragged)
     jax.tree.map(np.testing.assert_array_equal, on_mesh(MESHES[0], lambda *a: f(*a), *args), wanted)
+
+
+def test_capacity():
+    """R092: 8 tokens, 4 experts, 2 choices, factor 1 give 4 places each; what is beyond is counted and contributes nothing."""
+    chosen = jnp.asarray([[0, 1]] * 6 + [[2, 3], [-1, -1]])
+    routing, dropped = limit(Routing(chosen, jnp.ones(chosen.shape)), 4, 1.0)
+    np.testing.assert_array_equal(routing.experts, [[0, 1]] * 4 + [[-1, -1]] * 2 + [[2, 3], [-1, -1]])
+    assert int(dropped) == 4
+    assert int(limit(Routing(chosen, jnp.ones(chosen.shape)), 4, 2.0).dropped) == 0
+
+
+def test_capacity_on_a_mesh():
+    """Enough of it is no limit; with less, owners keep less room, and the result is that of the routing with those choices left out."""
+    _, (x, logits, *w) = moe(8)
+    routing = route(logits, top_k=TOP_K, renormalize=True, scaling_factor=2.0)
+
+    def limited(x, factor):
+        left, dropped = limit(routing, 8, factor)
+        return experts(x, left, *w, capacity_factor=factor), dropped, left.experts
+
+    y, dropped, _ = on_mesh(MESHES[1], lambda x: limited(x, 4.0), x)
+    assert int(dropped) == 0
+    assert_same(y, experts(x, routing, *w))
+    y, dropped, left = on_mesh(MESHES[1], lambda x: limited(x, 0.5), x)
+    assert int(dropped) == int((left < 0).sum()) > 0
+    assert_same(y, experts(x, routing._replace(experts=jnp.asarray(np.asarray(left))), *w))
+
+
+def test_bytes_moved():
+    """One exchange moves tokens x choices x width numbers a device: ragged without a limit, dense with room for the mean load."""
+    n, k, D, E, P = 64, 2, 16, 8, 8
+    x, chosen, w = (jax.ShapeDtypeStruct(shape, t) for shape, t in (((P, n, D), "f4"), ((P, n, k), "i4"), ((E, D, D), "f4")))
+    wanted = n * k * D * 4
+
+    def f(factor):
+        return lambda x, chosen, w: experts(x, Routing(chosen, jnp.ones(chosen.shape)), w, w, w, capacity_factor=factor)
+
+    with jax.set_mesh(make_mesh(MeshConfig(expert=P))):
+        compiled = jax.jit(f(1.0)).lower(x, chosen, w).compile().as_text()
+        lowered = jax.jit(f(None)).trace(x, chosen, w).lower(lowering_platforms=("tpu",)).as_text()
+    dense = re.findall(r"= (.*) all-to-all\(", compiled)
+    assert [sum(4 * math.prod(map(int, shape.split(","))) for shape in re.findall(r"f32\[([\d,]+)\]", r)) for r in dense] == 2 * [wanted]
+    rows = r"tensor<(\d+)x\d+xf32>"
+    ragged = re.findall(rf"@ragged_all_to_all\(.*: \({rows}, {rows},", lowered)
+    assert [4 * D * min(map(int, sizes)) for sizes in ragged] == 2 * [wanted]  # the other size is room
