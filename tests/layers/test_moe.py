@@ -42,7 +42,7 @@ def transcription(p, x):
 
 def test_equals_its_transcription_and_counts(moe):
     x = random_input(2, 5)
-    y, counts = forward(moe, x)
+    y, counts = forward(moe, x)[:2]
     expected = [transcription(parameters(moe), token) for token in np.asarray(x, np.float64).reshape(-1, D)]
     assert_close(y.reshape(-1, D), np.stack([token for token, _ in expected]))
     np.testing.assert_array_equal(counts, np.bincount(np.concatenate([chosen for _, chosen in expected]), minlength=E))
@@ -52,8 +52,8 @@ def test_equals_its_transcription_and_counts(moe):
 def test_padding_is_sent_to_no_expert_and_not_counted(moe):
     x = random_input(2, 5)
     valid = jnp.array([[False, True, True, False, True], [True, True, False, False, False]])
-    y, counts = forward(moe, x, valid)
-    alone, _ = forward(moe, x)
+    y, counts = forward(moe, x, valid)[:2]
+    alone = forward(moe, x).y
     np.testing.assert_array_equal(y[valid], alone[valid])
     assert counts.sum() == TOP_K * 5
     np.testing.assert_array_equal(counts, forward(moe, jnp.where(valid[..., None], x, 99.0), valid).counts)
@@ -102,6 +102,19 @@ def test_without_shared_experts():
     sizes = {"hidden_size": D, "intermediate_size": F, "num_experts": E, "num_experts_per_token": TOP_K}
     moe = with_random_parameters(lambda: layers.MoE(**sizes, num_shared_experts=0, rngs=nnx.Rngs(0)))
     assert "shared_experts" not in nnx.to_pure_dict(nnx.state(moe))
-    y, counts = forward(moe, jnp.zeros((2, 5, D)))
+    y, counts = forward(moe, jnp.zeros((2, 5, D)))[:2]
     np.testing.assert_array_equal(y, 0)
     assert counts.sum() == 10 * TOP_K
+
+
+def test_capacity_is_set_counted_and_taken_away(moe):
+    """R092: what is dropped has only shared experts and the residual; the counts that balance the router do not change."""
+    x = random_input(2, 5)
+    whole = forward(moe, x)
+    assert whole.dropped is None
+    layers.limit_experts(moe, 1e-6)  # one token per expert
+    limited = forward(moe, x)
+    layers.limit_experts(moe, None)
+    assert int(limited.dropped) == int(jnp.sum(jnp.maximum(whole.counts - 1, 0)))
+    np.testing.assert_array_equal(limited.counts, whole.counts)
+    assert np.any(np.asarray(limited.y != whole.y))
