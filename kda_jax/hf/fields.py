@@ -21,8 +21,8 @@ BOOKKEEPING = frozenset(
 class Fields:
     """A config.json and what is wrong with it so far."""
 
-    def __init__(self, raw: dict, problems: list[str]):
-        self._raw, self._problems, self._known = raw, problems, set(BOOKKEEPING)
+    def __init__(self, raw: dict, problems: list[str], place: str = ""):
+        self._raw, self._problems, self._known, self._place = raw, problems, set(BOOKKEEPING), place
 
     def take(self, *names: str, default: Any = None) -> Any:
         """The value of a field that some write under another name; two that differ are a problem."""
@@ -49,8 +49,20 @@ class Fields:
         """Fields on which no logits depend."""
         self._known |= set(names)
 
+    def ignore_rest(self) -> None:
+        """For an object around the model's own, whatever it holds."""
+        self._known |= self._raw.keys()
+
+    def section(self, name: str) -> "Fields":
+        """The fields of an object inside this one; empty, and a problem, if it is not there. The caller closes it."""
+        value = self.take(name)
+        if not isinstance(value, dict):
+            self.problem(f"{name} is not an object")
+            value = {}
+        return Fields(value, self._problems, f"{self._place}{name}: ")
+
     def problem(self, sentence: str) -> None:
-        self._problems.append(f"config.json: {sentence}")
+        self._problems.append(f"config.json: {self._place}{sentence}")
 
     def close(self) -> None:
         """Everything not taken, required or ignored by now is a problem."""

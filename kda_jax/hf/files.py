@@ -1,6 +1,8 @@
 """safetensors directories: what they hold, read a tensor at a time, and writing one."""
 
 import json
+import math
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -11,9 +13,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from kda_jax.hf.forms import At, Shape
+from kda_jax.hf.problems import BadTensor
 
 INDEX = "model.safetensors.index.json"
 DTYPES = {"F64": np.dtype("float64"), "F32": np.dtype("float32"), "F16": np.dtype("float16"), "BF16": np.dtype(jnp.bfloat16)}
+
+PACKED, SCALE = ".weight_packed", ".weight_scale"
+"""Ends of the names of the two tensors that one MXFP4 weight is stored as; see `hf.mxfp4`."""
 
 
 class Tensor(NamedTuple):
@@ -23,29 +29,32 @@ class Tensor(NamedTuple):
     name: str
     shape: Shape
     dtype: np.dtype
-    reader: "Reader"
+    offset: int
+    """Of its first byte in the file."""
 
     def __getitem__(self, at: At) -> np.ndarray:
-        return self.reader.read(self, at)
+        """The rows that are asked for are read, and columns that are not are cut off."""
+        if not self.shape:
+            return self._rows(0, 1).reshape(())
+        start, stop, _ = at[0].indices(self.shape[0])
+        return self._rows(start, stop)[(slice(None), *at[1:])]
+
+    def _rows(self, start: int, stop: int) -> np.ndarray:
+        """Read without a map of the file: what has been read leaves no trace in memory."""
+        rows = np.empty((stop - start, *self.shape[1:]), self.dtype)
+        width = self.dtype.itemsize * math.prod(self.shape[1:])
+        view, at = memoryview(rows.reshape(-1).view(np.uint8)), self.offset + start * width
+        with _open(self.file) as file:
+            while view:
+                done = os.preadv(file.fileno(), [view], at)
+                if not done:
+                    raise BadTensor(f"{self.file.name} ends inside {self.name}")
+                view, at = view[done:], at + done
+        return rows
 
 
-class Reader:
-    """Reads slices, with one file open at a time: what has been read of the others is no longer mapped into memory."""
-
-    def __init__(self):
-        self._path: Path | None = None
-        self._file = None
-
-    def read(self, tensor: Tensor, at: At) -> np.ndarray:
-        if tensor.file != self._path:
-            self.close()
-            self._path, self._file = tensor.file, safe_open(tensor.file, "numpy")
-        if all(part == slice(None) or (part.start or 0, part.stop) == (0, n) for part, n in zip(at, tensor.shape, strict=True)):
-            return self._file.get_tensor(tensor.name)
-        return self._file.get_slice(tensor.name)[at]
-
-    def close(self) -> None:
-        self._path = self._file = None
+def _open(path: Path):
+    return open(path, "rb", buffering=0)
 
 
 def tensors(directory: Path, problems: list[str]) -> list[Tensor]:
@@ -65,9 +74,7 @@ def tensors(directory: Path, problems: list[str]) -> list[Tensor]:
     names = sorted(set(expected.values())) or sorted(path.name for path in directory.glob("*.safetensors"))
     if not names:
         problems.append("there is no .safetensors file")
-    reader, found = Reader(), []
-    for name in names:
-        found += _header(directory / name, reader, problems)
+    found = [tensor for name in names for tensor in _header(directory / name, problems)]
     if expected:
         readable = {tensor.file.name for tensor in found}
         held = {(tensor.name, tensor.file.name) for tensor in found}
@@ -77,23 +84,30 @@ def tensors(directory: Path, problems: list[str]) -> list[Tensor]:
     return found
 
 
-def _header(path: Path, reader: Reader, problems: list[str]) -> list[Tensor]:
+def _header(path: Path, problems: list[str]) -> list[Tensor]:
     if not path.is_file():
         problems.append(f"{path.name} is absent, though {INDEX} names it")
         return []
     try:
-        with safe_open(path, "numpy") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}
-            return [_tensor(path, name, part, reader, problems) for name, part in slices.items()]
-    except (SafetensorError, OSError) as error:
+        with safe_open(path, "numpy"):  # checks that header and file fit each other
+            pass
+        with _open(path) as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(size))
+    except (SafetensorError, OSError, ValueError) as error:
         problems.append(f"{path.name} is truncated or not a safetensors file ({error})")
         return []
+    header.pop("__metadata__", None)
+    return [_tensor(path, name, entry, 8 + size, problems) for name, entry in header.items()]
 
 
-def _tensor(path: Path, name: str, part, reader: Reader, problems: list[str]) -> Tensor:
-    if part.get_dtype() not in DTYPES:
-        problems.append(f"{name} has dtype {part.get_dtype()}, expected one of {', '.join(DTYPES)}")
-    return Tensor(path, name, tuple(part.get_shape()), DTYPES.get(part.get_dtype(), np.dtype("float32")), reader)
+def _tensor(path: Path, name: str, entry: dict, start: int, problems: list[str]) -> Tensor:
+    kind = entry["dtype"]
+    packed = kind == "U8" and name.endswith((PACKED, SCALE))
+    if kind not in DTYPES and not packed:
+        problems.append(f"{name} has dtype {kind}, expected one of {', '.join(DTYPES)}")
+    dtype = np.dtype(np.uint8) if packed else DTYPES.get(kind, np.dtype("float32"))
+    return Tensor(path, name, tuple(entry["shape"]), dtype, start + entry["data_offsets"][0])
 
 
 def by_number(name: str) -> tuple:

@@ -1,11 +1,13 @@
 """How an array is laid out in a release, against how it is laid out here: one class per layout, both directions."""
 
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
 Shape = tuple[int, ...]
 At = tuple[slice, ...]
+_ROWS = 32
+"""Rows of a matrix that are transposed at a time."""
 
 
 @runtime_checkable
@@ -32,9 +34,9 @@ class Plain:
         """What is wrong with the contents of a tensor of an accepted shape."""
         return None
 
-    def read(self, stored: Stored, ours: Shape, at: At) -> np.ndarray:
-        """The part `at` of our array, one slice per axis."""
-        return stored[at]
+    def fill(self, to: np.ndarray, stored: Stored, ours: Shape, at: At) -> None:
+        """Write the part `at` of our array, one slice per axis, to `to`."""
+        assign(to, stored[at])
 
     def write(self, x: np.ndarray) -> np.ndarray:
         """Our array as a release has it."""
@@ -47,8 +49,12 @@ class Matrix(Plain):
     def shape(self, ours: Shape) -> Shape:
         return ours[::-1]
 
-    def read(self, stored: Stored, ours: Shape, at: At) -> np.ndarray:
-        return stored[at[::-1]].T
+    def fill(self, to: np.ndarray, stored: Stored, ours: Shape, at: At) -> None:
+        """A few rows of the file at a time: they are still in the processor's cache when they become columns."""
+        start, stop, _ = at[1].indices(ours[1])
+        for first in range(start, stop, _ROWS):
+            last = min(first + _ROWS, stop)
+            assign(to[:, first - start : last - start], stored[slice(first, last), at[0]].T)
 
     def write(self, x: np.ndarray) -> np.ndarray:
         return x.T
@@ -63,8 +69,8 @@ class Taps(Plain):
     def accepts(self, stored: Shape, ours: Shape) -> bool:
         return stored in (self.shape(ours), ours)
 
-    def read(self, stored: Stored, ours: Shape, at: At) -> np.ndarray:
-        return _whole(stored).reshape(ours)[at]
+    def fill(self, to: np.ndarray, stored: Stored, ours: Shape, at: At) -> None:
+        assign(to, _whole(stored).reshape(ours)[at])
 
     def write(self, x: np.ndarray) -> np.ndarray:
         return x[:, None]
@@ -84,14 +90,40 @@ class Heads(Plain):
         extra = _whole(stored).reshape(-1)[ours[0] :]
         return f"holds {extra.size} values after those of the {ours[0]} heads that are not all zero" if np.any(extra) else None
 
-    def read(self, stored: Stored, ours: Shape, at: At) -> np.ndarray:
-        return _whole(stored).reshape(-1)[: ours[0]][at]
+    def fill(self, to: np.ndarray, stored: Stored, ours: Shape, at: At) -> None:
+        assign(to, _whole(stored).reshape(-1)[: ours[0]][at])
 
     def write(self, x: np.ndarray) -> np.ndarray:
         return x[None, None, :, None]
 
 
-PLAIN, MATRIX, TAPS, HEADS = Plain(), Matrix(), Taps(), Heads()
+class PaddedHeads(Heads):
+    """A number per head, [H], followed by zeros: [entries] in the release."""
+
+    def __init__(self, entries: int):
+        self._entries = entries
+
+    def shape(self, ours: Shape) -> Shape:
+        return (self._entries,)
+
+    def write(self, x: np.ndarray) -> np.ndarray:
+        return np.pad(x, (0, self._entries - x.size))
+
+
+class Row(Plain):
+    """A vector: [D] here, a linear map to one number, [1, D], in torch."""
+
+    def shape(self, ours: Shape) -> Shape:
+        return 1, *ours
+
+    def fill(self, to: np.ndarray, stored: Stored, ours: Shape, at: At) -> None:
+        assign(to, stored[(slice(0, 1), *at)][0])
+
+    def write(self, x: np.ndarray) -> np.ndarray:
+        return x[None]
+
+
+PLAIN, MATRIX, TAPS, HEADS, ROW = Plain(), Matrix(), Taps(), Heads(), Row()
 
 
 class Tensor(NamedTuple):
@@ -100,6 +132,15 @@ class Tensor(NamedTuple):
     name: str
     """`{e}` stands for the expert: a tensor each, where we have one array with the experts as its first axis."""
     form: Plain = PLAIN
+    stored: Literal["model", "float32", "mxfp4"] = "model"
+    """How the release stores it: as most of the model, in float32 whatever the rest is, or packed (`hf.mxfp4`)."""
+
+
+def assign(to: np.ndarray, x: np.ndarray) -> None:
+    """to[...] = x. Equal 16-bit types are copied as integers: NumPy copies bfloat16, a type from outside, element by element."""
+    if to.dtype == x.dtype and to.dtype.itemsize == 2:
+        to, x = to.view(np.uint16), x.view(np.uint16)
+    to[...] = x
 
 
 def _whole(stored: Stored) -> np.ndarray:

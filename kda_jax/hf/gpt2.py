@@ -77,7 +77,7 @@ FAMILY = Family(
     embedding="wte.embedding",
     top=TOP,
     layer_prefix="transformer.h.{i}.",
-    layer=LAYER,
+    layer_table=lambda config: LAYER,
     released_name=released_name,
     ignored=re.compile(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)"),
 )

@@ -53,7 +53,7 @@ LAYER = {
     "block_sparse_moe.shared_experts.down_proj.kernel": Tensor("block_sparse_moe.shared_experts.down_proj.weight", MATRIX),
 }
 # our field -> other names that it has been given
-_TAKEN = {
+TAKEN = {
     "vocab_size": (),
     "hidden_size": (),
     "num_hidden_layers": (),
@@ -78,7 +78,7 @@ _TAKEN = {
 }
 _LINEAR = {"head_dim": "linear_head_dim", "num_heads": "linear_num_heads", "short_conv_kernel_size": "linear_conv_kernel_dim"}
 # MLA has no positions and a head dim of its own, whatever these say
-_IGNORED = (
+IGNORED = (
     "attention_dropout head_dim max_position_embeddings model_max_length output_router_logits pretraining_tp qk_head_dim rope_parameters "
     "rope_scaling rope_theta"
 ).split()
@@ -86,7 +86,7 @@ _IGNORED = (
 
 def read_config(fields: Fields) -> KimiLinearConfig | None:
     """Both dialects: the release's (`linear_attn_config`, `first_k_dense_replace`) and transformers' (`layer_types`, `linear_*`)."""
-    values = fields.given(_TAKEN)
+    values = fields.given(TAKEN)
     layers = values.get("num_hidden_layers", KimiLinearConfig.num_hidden_layers)
     heads = values.get("num_attention_heads", KimiLinearConfig.num_attention_heads)
     fields.require("hidden_act", "silu")
@@ -97,9 +97,9 @@ def read_config(fields: Fields) -> KimiLinearConfig | None:
     fields.require("num_key_value_heads", heads, None)
     if not fields.take("use_grouped_topk", default=True):
         values |= {"num_expert_group": 1, "topk_group": 1}
-    fields.ignore(_IGNORED)
+    fields.ignore(IGNORED)
     attention = _read_attention(fields, layers)
-    first, every = _read_ffns(fields, layers)
+    first, every = read_ffns(fields, layers)
     if attention is None:
         return None
     return fields.build(
@@ -134,7 +134,7 @@ def _read_attention(fields: Fields, layers: int) -> LinearAttentionConfig | None
     return fields.build(LinearAttentionConfig, values | {"kda_layers": kda, "full_attn_layers": full})
 
 
-def _read_ffns(fields: Fields, layers: int) -> tuple[int, int]:
+def read_ffns(fields: Fields, layers: int) -> tuple[int, int]:
     """(first_k_dense_replace, moe_layer_freq)."""
     first, every = fields.take("first_k_dense_replace"), fields.take("moe_layer_freq")
     kinds = fields.take("mlp_layer_types")
@@ -166,7 +166,7 @@ def write_config(config: KimiLinearConfig) -> dict:
     return {
         "architectures": ["KimiLinearForCausalLM"],
         "model_type": "kimi_linear",
-        **{name: getattr(config, name) for name in _TAKEN},
+        **{name: getattr(config, name) for name in TAKEN},
         "first_k_dense_replace": config.first_k_dense_replace,
         "moe_layer_freq": config.moe_layer_freq,
         "linear_attn_config": {
@@ -207,7 +207,7 @@ FAMILY = Family(
     embedding="embed_tokens.embedding",
     top=TOP,
     layer_prefix="model.layers.{i}.",
-    layer=LAYER,
+    layer_table=lambda config: LAYER,
     released_name=released_name,
     ignored=re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"),
 )

@@ -21,3 +21,7 @@ class BadCheckpoint(UserError):
         more = len(self.problems) - _SHOWN
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
         super().__init__(f"{directory} cannot be used, {count}:{''.join(shown)}" + (f"\n  and {more} more" if more > 0 else ""))
+
+
+class BadTensor(UserError):
+    """A tensor whose contents, seen only when they are read, cannot be used."""
