@@ -24,7 +24,7 @@ import orbax.checkpoint as ocp
 from flax import nnx
 from jaxtyping import Array, UInt32
 
-from kda_jax import sharding
+from kda_jax import distributed, sharding
 from kda_jax.config import RunConfig, from_dict
 from kda_jax.errors import TrainingStopped, UserError
 from kda_jax.train.state import TrainState, flatten, merge, shapes, split, state_shardings, unflatten, with_shardings
@@ -82,13 +82,18 @@ class Checkpoints:
                 break
             except DamagedCheckpoint as error:
                 damaged.append((directory, error))
+        if distributed.is_first():
+            self._clear(damaged)
+        distributed.together("damaged checkpoints are out of the way")
+        return restored
+
+    def _clear(self, damaged: Sequence[tuple[Path, Exception]]) -> None:
         for directory, error in damaged:
             self._say(f"skipping damaged checkpoint {directory}: {error}")
             directory.rename(_free_name(directory.with_name(f"{directory.name}.damaged")))
         for leftover in (self._run_dir / "checkpoints").glob("*.orbax-checkpoint-tmp*"):
             self._say(f"skipping half-written checkpoint {leftover}")
             shutil.rmtree(leftover, ignore_errors=True)
-        return restored
 
     def save(self, state: TrainState, meta: dict, bits_per_byte: float | None) -> None:
         """Start writing `state` as a checkpoint. The arrays may be donated as soon as this returns.
@@ -172,10 +177,7 @@ class DamagedCheckpoint(Exception):
 
 def read_meta(directory: Path) -> dict:
     """The JSON part of a checkpoint. Raises DamagedCheckpoint."""
-    try:
-        meta = _read(directory, meta=ocp.args.JsonRestore())["meta"]
-    except Exception as error:
-        raise DamagedCheckpoint(_first_line(error)) from error
+    meta = _read(directory, meta=ocp.args.JsonRestore())["meta"]
     if not isinstance(meta, dict) or not {"step", "config", "fingerprints"} <= meta.keys():
         raise DamagedCheckpoint("its meta part is incomplete")
     return meta
@@ -193,10 +195,7 @@ def read_arrays(directory: Path, item: str, target: dict[str, Any], expected: di
     Raises:
         DamagedCheckpoint: it cannot be read, or an array is not the one that was written.
     """
-    try:
-        arrays = _read(directory, **{item: ocp.args.StandardRestore(target)})[item]
-    except Exception as error:
-        raise DamagedCheckpoint(_first_line(error)) from error
+    arrays = _read(directory, **{item: ocp.args.StandardRestore(target)})[item]
     found = fingerprints(arrays)
     wrong = [name for name, value in found.items() if value != expected.get(name)]
     if wrong:
@@ -217,9 +216,11 @@ def fingerprints(arrays: dict[str, Array]) -> dict[str, int]:
 @jax.jit
 def _fingerprints(arrays: list[Array]) -> UInt32[Array, "n"]:
     def one(x: Array) -> Array:
-        words = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * min(x.dtype.itemsize, 4)}")).astype(jnp.uint32).ravel()
-        weights = 2 * jax.lax.iota(jnp.uint32, words.size) + 1
-        return jnp.sum(words * weights, dtype=jnp.uint32)
+        words = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * min(x.dtype.itemsize, 4)}")).astype(jnp.uint32)
+        number = jnp.zeros(words.shape, jnp.uint32)  # of each word; made axis by axis, for to flatten a sharded array gathers it
+        for axis, size in enumerate(words.shape):
+            number = number * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
+        return jnp.sum(words * (2 * number + 1), dtype=jnp.uint32)
 
     return jnp.stack([one(x) for x in arrays])
 
@@ -305,8 +306,19 @@ def _read_state(directory: Path, meta: dict, target: TrainState) -> TrainState:
 
 
 def _read(directory: Path, **args: Any) -> dict:
-    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
-        return dict(checkpointer.restore(directory.absolute(), args=ocp.args.Composite(**args)).items())
+    """Items by name. Each process reads its parts by itself, without waiting for the others; then all return, or all raise."""
+    me = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(primary_host=None, active_processes={me}, barrier_sync_key_prefix=f"reader{me}")
+    found, problem = {}, None
+    try:
+        handler = ocp.CompositeCheckpointHandler(composite_options=ocp.CompositeOptions(multiprocessing_options=alone))
+        with ocp.Checkpointer(handler, multiprocessing_options=alone) as checkpointer:
+            found = dict(checkpointer.restore(directory.absolute(), args=ocp.args.Composite(**args)).items())
+    except Exception as error:
+        problem = error
+    if not distributed.all_true(problem is None):
+        raise DamagedCheckpoint(_first_line(problem) if problem else "another process could not read its part") from problem
+    return found
 
 
 def _free_name(path: Path) -> Path:

@@ -2,11 +2,13 @@
 
 import ctypes
 import dataclasses
+import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import tyro
 
@@ -41,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax reports every failure there as well, with a traceback
         COMMANDS[name][1](args[1:])
     except UserError as error:
-        print(f"kda-jax {name}: {error}", file=sys.stderr)
+        print(f"kda-jax {name}: {error}", file=sys.stderr, flush=True)
+        _leave_others(error)
         return error.exit_code
     except SystemExit as stop:  # tyro has said what is wrong, or shown the help
         return stop.code if isinstance(stop.code, int) else 2
@@ -49,6 +52,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     return 0
+
+
+def _leave_others(error: UserError) -> None:
+    """In a run of several processes: let the others know, and go at once, for JAX would wait for them."""
+    distributed = sys.modules.get("kda_jax.distributed")
+    if distributed is not None and distributed.is_joined():
+        distributed.leave(error)
+        sys.stdout.flush()
+        os._exit(error.exit_code)
 
 
 def _overview() -> str:
@@ -69,25 +81,46 @@ class TrainOptions:
     """Python file that defines `config = RunConfig(...)`."""
     run_dir: Path | None = None
     """Where checkpoints and metrics go; default runs/NAME. Started again in the same directory, the run goes on."""
+    distributed: bool = False
+    """This is one of several processes, one per host, and JAX finds out which: on Cloud TPU, Slurm, Open MPI, Kubernetes."""
+    coordinator: str | None = None
+    """HOST:PORT of process 0, where JAX does not find out: with --num-processes and --process-id."""
+    num_processes: int | None = None
+    process_id: int | None = None
+    start_timeout: int = 300
+    """Seconds to wait for the other processes to start."""
 
 
 @command("train a run, or go on with it")
 def train(args: list[str]) -> None:
-    from kda_jax import config as configs
-
-    wants_help = {"-h", "--help"} & set(args)
-    if wants_help and "--config" not in args:
-        _parse("train", TrainOptions, args)
-    options, rest = tyro.cli(TrainOptions, args=[a for a in args if a not in wants_help], prog="kda-jax train", return_unknown_args=True)
-    config = _override(configs.load_config_file(options.config), [*rest, *wants_help])
+    options, config = read_run("train", TrainOptions, args)
     _keep_freed_memory()
 
+    from kda_jax import distributed
     from kda_jax.train.loop import train as run
 
+    meeting = distributed.Rendezvous(options.coordinator, options.num_processes, options.process_id, options.start_timeout)
+    if options.distributed or options.coordinator is not None:
+        distributed.start(meeting)
     result = run(config, options.run_dir or Path("runs") / config.name)
+    first = distributed.is_first()
+    distributed.finish()
+    if not first:
+        return
     found = result.evaluation
     print(f"validation: {found.bits_per_byte:.3f} bits per byte after {result.step} steps, over {found.bytes:,} bytes of held-out text")
     print(f"run directory: {result.run_dir}")
+
+
+def read_run(name: str, options: type, args: list[str]) -> tuple[Any, Any]:
+    """The options of a command that has --config, and that run's configuration with the fields that other options replace."""
+    from kda_jax.config import load_config_file
+
+    wants_help = {"-h", "--help"} & set(args)
+    if wants_help and "--config" not in args:
+        _parse(name, options, args)
+    own, rest = tyro.cli(options, args=[a for a in args if a not in wants_help], prog=f"kda-jax {name}", return_unknown_args=True)
+    return own, _override(load_config_file(own.config), [*rest, *wants_help], name)
 
 
 def _keep_freed_memory() -> None:
@@ -103,13 +136,17 @@ def _keep_freed_memory() -> None:
         mallopt(trim_threshold, 2**31 - 1)
 
 
-def _override(config, args: list[str]):
+def _override(config, args: list[str], command: str):
     """`config` with fields replaced by `--a.b value` options."""
     from kda_jax.config import RunConfig, field_names
 
     try:
         config, unknown = tyro.cli(
-            tyro.conf.AvoidSubcommands[RunConfig], default=config, args=args, prog="kda-jax train --config FILE", return_unknown_args=True
+            tyro.conf.AvoidSubcommands[RunConfig],
+            default=config,
+            args=args,
+            prog=f"kda-jax {command} --config FILE",
+            return_unknown_args=True,
         )
     except ValueError as error:
         raise UserError(f"bad configuration: {error}") from error
@@ -117,8 +154,39 @@ def _override(config, args: list[str]):
         name = next((a for a in unknown if a.startswith("-")), unknown[0])
         known = [f.replace("_", "-") for f in field_names(config)]
         close = nearest(name.lstrip("-").partition("=")[0].replace("_", "-"), known)
-        raise UserError(f"unknown option {name}{close}; `kda-jax train --config FILE --help` lists the fields")
+        raise UserError(f"unknown option {name}{close}; `kda-jax {command} --config FILE --help` lists the fields")
     return config
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanOptions:
+    """What a run would need on a slice, from the compiler, without the slice. Any field of the configuration is an option, as in train."""
+
+    config: Path
+    """Python file that defines `config = RunConfig(...)`."""
+    topology: str
+    """v5p:4x4x4, v6e:16x16, ...; cpu:N for N fake devices."""
+    program: Literal["train", "decode", "both"] = "both"
+    """train: one optimizer step. decode: one token for every row of a cache."""
+    decode_rows: int = 64
+    decode_context: int = 131072
+    """Tokens in the cache of each row."""
+    json: Path | None = None
+    """Also write the figures to this file."""
+
+
+@command("what a run would need on a TPU slice, without one")
+def plan(args: list[str]) -> None:
+    options, config = read_run("plan", PlanOptions, args)
+    from kda_jax.bench import plan as planning
+
+    programs = ("train", "decode") if options.program == "both" else (options.program,)
+    plans = []
+    for program in programs:
+        plans.append(planning.plan(config, options.topology, program, options.decode_rows, options.decode_context))
+        print(planning.told(config, plans[-1]), flush=True)
+    if options.json is not None:
+        options.json.write_text(json.dumps([dataclasses.asdict(found) for found in plans], indent=1) + "\n")
 
 
 @dataclasses.dataclass(frozen=True)

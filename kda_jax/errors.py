@@ -16,6 +16,18 @@ class TrainingStopped(UserError):
     exit_code = 3
 
 
+class Interrupted(TrainingStopped):
+    """Asked to stop, by Ctrl-C or a preemption notice: everything is saved, and the same command goes on."""
+
+    exit_code = 4
+
+
+class ProcessLost(TrainingStopped):
+    """Another process of the run has gone. Start all of them again: they go on from the last checkpoint."""
+
+    exit_code = 5
+
+
 def nearest(name: str, known: Iterable[str], n: int = 3) -> str:
     """The sentence part that names what `name` may have been meant to be; empty if nothing comes close.
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -55,6 +56,7 @@ ACTIVATIONS: dict[str, tuple[str, ...]] = {
     "vocab": ("tensor",),
     "experts": ("expert",),
     "stored": ("fsdp", "context"),
+    "matrices": ("expert", "fsdp", "context", "tensor", "data"),
 }
 
 
@@ -289,17 +291,43 @@ def automatic(f: Callable, out: Any) -> Callable:
     return wrapped
 
 
-def put_rows(batch: Any) -> Any:
-    """A batch of this process's rows on the ambient mesh, split over the rows; the batch itself without a mesh."""
+def put_rows(batch: Any, rows: np.ndarray | None = None, count: int | None = None) -> Any:
+    """A batch on the ambient mesh, split over its rows; the batch itself without a mesh.
+
+    Args:
+        batch: arrays with an axis of rows first.
+        rows: their numbers in the whole batch, from `local_rows`; None for a process that has all of them.
+        count: of the whole batch's rows.
+    """
     mesh = jax.sharding.get_mesh()
     if mesh.empty:
         return batch
 
     def put(x: Any) -> Array:
-        shape = (x.shape[0] * jax.process_count(), *x.shape[1:])
-        return jax.make_array_from_process_local_data(NamedSharding(mesh, _spec(mesh.shape, ACTIVATIONS, ("batch",), shape[:1])), x)
+        shape = (len(x) if count is None else count, *x.shape[1:])
+
+        def part(index: tuple[slice, ...]) -> np.ndarray:
+            first, stop, _ = index[0].indices(shape[0])
+            held = slice(first, stop) if rows is None else np.searchsorted(rows, np.arange(first, stop))
+            return x[held]
+
+        return jax.make_array_from_callback(shape, activation_sharding(mesh, ("batch",), shape[:1]), part)
 
     return jax.tree.map(put, batch)
+
+
+def local_rows(count: int) -> np.ndarray:
+    """Numbers of the rows, of a batch of `count`, that this process's devices hold on the ambient mesh: what it has to read."""
+    mesh = jax.sharding.get_mesh()
+    if mesh.empty:
+        return np.arange(count)
+    parts = activation_sharding(mesh, ("batch",), (count,)).addressable_devices_indices_map((count,)).values()
+    return np.unique(np.concatenate([np.arange(count)[part] for part in parts]))
+
+
+def activation_sharding(mesh: Mesh, names: Names, shape: Sequence[int]) -> NamedSharding:
+    """Where an activation with these logical names is on `mesh`; axes before the named ones stay whole."""
+    return NamedSharding(mesh, _spec(mesh.shape, ACTIVATIONS, names, shape))
 
 
 def untyped(x: Array) -> Array:
@@ -309,6 +337,12 @@ def untyped(x: Array) -> Array:
         return x
     auto = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
     return jax.make_array_from_single_device_arrays(x.shape, NamedSharding(auto, x.sharding.spec), [s.data for s in x.addressable_shards])
+
+
+def platform() -> str:
+    """What a computation is traced for: the devices of the ambient mesh, which may be of a slice that is not there; else the default."""
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    return jax.default_backend() if device is None else device.platform
 
 
 def ambient() -> jax.sharding.AbstractMesh | None:

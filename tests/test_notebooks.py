@@ -12,6 +12,12 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[1]
 SMALL = {
     "01_memory_ladder": {},
+    "07_plan_a_pod": {
+        "model": "__import__('kda_jax').models.config.GPT2Config(vocab_size=256, n_positions=64, n_embd=64, n_layer=2, n_head=2)",
+        "topology": "'cpu:8'",
+        "rows, seq_len": "8, 32",
+        "meshes": "[MeshConfig(data=8), MeshConfig(fsdp=8)]",
+    },
     "03_train_tiny": {
         "model": "__import__('dataclasses').replace(presets.tiny_hybrid(), vocab_size=256)",
         "steps, batch_size, seq_len": "12, 4, 64",

@@ -36,6 +36,25 @@ def test_commands(tmp_path):
         assert run.returncode == 0, f"{command}\n{run.stdout[-1000:]}\n{run.stderr[-2000:]}"
 
 
+def commands_of_the_runbook() -> list[list[str]]:
+    """Every kda-jax command in ```sh blocks, which need a pod: alone on its line, or inside gcloud's --command."""
+    lines = [line for language, code in BLOCKS if language == "sh" for line in code.splitlines()]
+    texts = [re.search(r"kda-jax (?:train|plan) [^']*", line) for line in lines]
+    return [shlex.split(text[0])[1:] for text in texts if text is not None]
+
+
+@pytest.mark.parametrize("arguments", commands_of_the_runbook(), ids=lambda arguments: " ".join(arguments)[:60])
+def test_runbook_options_exist(arguments, monkeypatch):
+    """Read by the command line up to the point where it would start; a wrong option ends there with code 2."""
+    from kda_jax import cli
+
+    monkeypatch.chdir(ROOT)
+    name, *rest = arguments
+    options, config = cli.read_run(name, {"train": cli.TrainOptions, "plan": cli.PlanOptions}[name], rest)
+    assert options.config == pathlib.Path("configs/kimi_linear_48b.py")
+    assert config.mesh.size >= 64
+
+
 def test_make_targets():
     named = set(re.findall(r"make ([a-z-]+)", README + (ROOT / "CONTRIBUTING.md").read_text()))
     assert {"demo", "test"} <= named

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from kda_jax import sharding
 from kda_jax.ops.decay import channel_products, channel_products_transpose, head_weights, levels, masked_sum
 from kda_jax.ops.triangular import HIGHEST, unit_lower_inverse
 
@@ -66,7 +67,7 @@ def chunkwise(
     """
     B, T = q.shape[:2]
     static = _Static(scale, chunk_size, HIGHEST if q.dtype.itemsize >= 4 else jax.lax.Precision.DEFAULT)
-    cpu = jax.default_backend() == "cpu"
+    cpu = sharding.platform() == "cpu"
     budget = GROUP_TOKEN_HEADS["cpu" if cpu else "accelerator"]
     most = max(1, GROUP_TOKENS // chunk_size, budget // (B * v.shape[2] * chunk_size))
     length = chunk_size * (most if cpu else min(most, -(-T // chunk_size)))

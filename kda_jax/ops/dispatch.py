@@ -100,8 +100,8 @@ def _refused_by_tpu_kernel(inputs: Inputs, chunk_size: int) -> str | None:
 
 
 def _no_tpu() -> str | None:
-    if jax.default_backend() != "tpu":
-        return f"this process computes on {jax.default_backend()}"
+    if sharding.platform() != "tpu":
+        return f"this process computes on {sharding.platform()}"
     if jax.device_count() > 1 and sharding.ambient() is None and not sharding.inside_shard_map():
         return "several devices and no mesh (`jax.set_mesh`): a kernel cannot be partitioned automatically"
     return None

@@ -140,22 +140,18 @@ class Batches:
 
     Args:
         rows: the training rows.
-        batch_size: rows of a batch over all processes; a multiple of `process_count`.
+        batch_size: rows of a batch, over all processes.
         seed: of the order.
-        process_index, process_count: this host's share is rows [index * share, (index + 1) * share) of each global batch.
+        share: numbers of the rows of each batch that this process reads, in order (`sharding.local_rows`); all if None.
     """
 
-    def __init__(self, rows: Rows, *, batch_size: int, seed: int, process_index: int = 0, process_count: int = 1):
-        if batch_size % process_count:
-            raise ValueError(f"batch_size ({batch_size}) must be a multiple of the number of processes ({process_count})")
-        self._share = batch_size // process_count
-        self._first = process_index * self._share
+    def __init__(self, rows: Rows, *, batch_size: int, seed: int, share: Sequence[int] | np.ndarray | None = None):
+        self._share = np.arange(batch_size) if share is None else np.asarray(share)
         self._batch_size = batch_size
         self._examples = grain.MapDataset.source(rows).seed(seed).shuffle().repeat(None)
 
     def __getitem__(self, number: int) -> Batch:
-        first = number * self._batch_size + self._first
-        return stack_rows([self._examples[i] for i in range(first, first + self._share)])
+        return stack_rows([self._examples[number * self._batch_size + int(i)] for i in self._share])
 
     def iterate(self, first: int, stop: int) -> Iterator[Batch]:
         """Batches first .. stop - 1, read ahead in a background thread."""

@@ -5,6 +5,7 @@ import math
 import signal
 import threading
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,10 +16,10 @@ from flax import nnx
 from rich.console import Console
 
 import kda_jax
-from kda_jax import sharding
+from kda_jax import distributed, sharding
 from kda_jax.checkpoint import Checkpoints, write_json
 from kda_jax.config import RunConfig, differences, from_dict, to_dict
-from kda_jax.errors import TrainingStopped, UserError
+from kda_jax.errors import Interrupted, TrainingStopped, UserError
 from kda_jax.tokenizer import Tokenizer
 from kda_jax.tokenizer import build as build_tokenizer
 from kda_jax.train.data import Batches, Corpus, load_corpus
@@ -68,11 +69,19 @@ def train(config: RunConfig, run_dir: str | Path, console: Console | None = None
 
     Raises:
         UserError: something about the configuration, the text or the directory that the user can put right; nothing has been changed.
-        TrainingStopped: interrupted, a non-finite gradient with `train.on_nonfinite="stop"`, or a checkpoint that cannot be written.
+        TrainingStopped: a non-finite gradient with `train.on_nonfinite="stop"`, or a checkpoint that cannot be written.
+        Interrupted: on a signal, after a checkpoint. ProcessLost: another process of the run is gone.
+
+    With several processes (`distributed.start`) each calls this with the same arguments; the first one reports and writes metrics.
     """
     run_dir, console = Path(run_dir), console or Console()
+    if not distributed.is_first():
+        console = Console(quiet=True)
     parts = _prepare(config)
     _check_run_dir(run_dir, config)
+    distributed.check_same("configuration", zlib.crc32(json.dumps(to_dict(config)).encode()))
+    distributed.check_same("text (data.source)", parts.corpus.train.checksum)
+    distributed.check_shared(run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "checkpoints").mkdir(exist_ok=True)
 
@@ -80,21 +89,22 @@ def train(config: RunConfig, run_dir: str | Path, console: Console | None = None
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     checkpoints = Checkpoints(run_dir, keep=config.checkpoint.keep, on_failure=config.checkpoint.on_failure, say=say)
-    with jax.set_mesh(parts.mesh):
+    with jax.set_mesh(parts.mesh), distributed.explained():
         state = _start(parts, checkpoints, say)
-        write_json(run_dir / "config.json", to_dict(config))
+        if distributed.is_first():
+            write_json(run_dir / "config.json", to_dict(config))
         rows = f"{len(parts.corpus.train):,} rows of {config.data.seq_len} tokens to train on"
         say(f"{config.name}: {_size(state.params):,} parameters, {rows}")
-        say(f"computes on {config.mesh} of {jax.device_count()} devices")
+        processes = "" if jax.process_count() == 1 else f" in {jax.process_count()} processes"
+        say(f"computes on {config.mesh} of {jax.device_count()} devices{processes}")
         say(dtype_table(state, config.train.compute_dtype, config.optim.no_decay))
-        with Report(run_dir / "metrics.jsonl", step=int(state.step), steps=config.train.steps, console=console) as report:
+        metrics = run_dir / "metrics.jsonl" if distributed.is_first() else None
+        with Report(metrics, step=int(state.step), steps=config.train.steps, console=console) as report:
             evaluation = _Loop(parts, state, checkpoints, report).run()
     return Result(run_dir, config.train.steps, evaluation)
 
 
 def _prepare(config: RunConfig) -> _Parts:
-    if jax.process_count() > 1:
-        raise UserError(f"this is one of {jax.process_count()} processes, and training over several is not built yet: start one")
     tokenizer = build_tokenizer(config.data.tokenizer, config.data.vocabulary)
     if config.model.vocab_size < tokenizer.vocab_size:
         raise UserError(
@@ -111,7 +121,8 @@ def _prepare(config: RunConfig) -> _Parts:
         model = shapes(config.model)
     except ValueError as error:
         raise UserError(str(error)) from error
-    mesh, optimizer = sharding.make_mesh(config.mesh), make_optimizer(config.optim, config.model)
+    mesh = sharding.make_mesh(config.mesh, jax.devices() if jax.process_count() > 1 else None)
+    optimizer = make_optimizer(config.optim, config.model)
     shardings = state_shardings(model, jax.eval_shape(lambda: initial_state(config.model, optimizer, config.train.seed)), mesh)
     return _Parts(config, tokenizer, load_corpus(config.data, tokenizer), split(model)[0], optimizer, schedule, mesh, shardings)
 
@@ -172,26 +183,30 @@ class _Loop:
     def run(self) -> Evaluation:
         """Steps up to `train.steps`, then the last evaluation."""
         config, first = self._config, int(self._state.step)
-        batches = Batches(self._parts.corpus.train, batch_size=config.train.batch_size, seed=config.train.seed)
+        size = config.train.batch_size
+        share = sharding.local_rows(size)
+        batches = Batches(self._parts.corpus.train, batch_size=size, seed=config.train.seed, share=share)
+        vote, stopping = distributed.Vote(), False
         pending = None  # metrics are read one step late, so that the device always has work
         evaluation, saved = None, first if first else None
-        with _stop_requests() as stopped:
+        with _stop_requests() as asked:
             for number, batch in enumerate(batches.iterate(first, config.train.steps), start=first + 1):
-                self._state, metrics = self._step(self._state, sharding.put_rows(batch))
+                self._state, metrics = self._step(self._state, sharding.put_rows(batch, share, size))
+                stopping = vote.cast(asked.is_set())
                 if pending is not None:
                     self._read(*pending)
                 pending = number, metrics
                 self._checkpoints.check()
                 last = number == config.train.steps
-                if last or number % config.eval.every == 0 or number % config.checkpoint.every == 0 or stopped.is_set():
+                if last or number % config.eval.every == 0 or number % config.checkpoint.every == 0 or stopping:
                     self._read(*pending)
                     pending = None
-                    evaluation, saved = self._between(number, last, stopped.is_set())
-                if stopped.is_set():
+                    evaluation, saved = self._between(number, last, stopping)
+                if stopping:
                     break
         self._checkpoints.close()
-        if stopped.is_set() and number < config.train.steps:
-            raise TrainingStopped(f"interrupted; step {saved} is saved, and the same command goes on from there")
+        if stopping and number < config.train.steps:
+            raise Interrupted(f"interrupted; step {saved} is saved, and the same command goes on from there")
         return evaluation or self._evaluate(config.train.steps, config.eval.final_rows)
 
     def _between(self, number: int, last: bool, stopped: bool) -> tuple[Evaluation | None, int | None]:
@@ -286,16 +301,22 @@ class _Pace:
 
 @contextmanager
 def _stop_requests() -> Iterator[threading.Event]:
-    """An event set by the first SIGINT or SIGTERM (a preemption notice); the second one acts as usual."""
+    """An event set by the first SIGINT or SIGTERM (a preemption notice); one that comes more than a second later acts as usual."""
     stopped = threading.Event()
+    first = 0.0
     if threading.current_thread() is not threading.main_thread():
         yield stopped
         return
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def stop(number: int, frame: Any) -> None:
-        stopped.set()
-        signal.signal(number, before[number])
+        nonlocal first
+        if not stopped.is_set():
+            stopped.set()
+            first = time.monotonic()
+        elif time.monotonic() - first > 1:  # the same notice may come twice: to the process, and to its group
+            signal.signal(number, before[number])
+            signal.raise_signal(number)
 
     for number in before:
         signal.signal(number, stop)

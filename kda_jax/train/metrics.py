@@ -1,6 +1,7 @@
 """What a run tells: a progress bar or lines for people, JSONL for programs, and the table of dtypes."""
 
 import json
+import os
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,16 @@ class Report:
     On a terminal there is a progress bar with step, loss, tokens per second and time left; elsewhere a line per logged step.
 
     Args:
-        path: of metrics.jsonl.
+        path: of metrics.jsonl; None writes none.
         step: where the run starts or goes on. Lines of later steps, which a killed process left, are dropped: they will be written again.
         steps: where it ends.
     """
 
-    def __init__(self, path: Path, *, step: int, steps: int, console: Console):
+    def __init__(self, path: Path | None, *, step: int, steps: int, console: Console):
         self._console = console
-        self._evaluated = {line["step"] for line in _keep_up_to(path, step) if line["kind"] == "eval"}
-        self._file = path.open("a", encoding="utf-8")
+        kept = [] if path is None else _keep_up_to(path, step)
+        self._evaluated = {line["step"] for line in kept if line["kind"] == "eval"}
+        self._file = Path(os.devnull if path is None else path).open("a", encoding="utf-8")
         columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=24), TextColumn("{task.fields[numbers]}"))
         times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
         self._bar = Progress(*columns, *times, console=console, disable=not console.is_terminal)

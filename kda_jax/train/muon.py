@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
+from kda_jax import sharding
 from kda_jax.train.state import path_name
 
 STEPS = 5
@@ -45,8 +46,8 @@ def scale_by_muon(
         compute_dtype: of the iteration; float32 runs at the highest matmul precision.
         moment_dtype: that M is stored in. It is computed in float32.
 
-    Sharding: leading axes (experts) and heads stay where they are. A sharded axis within a matrix costs a sum over its shards of the
-        small product X X^T in each step of the iteration.
+    Sharding: experts are spread over all devices, whole matrices each, and go back afterwards. Heads stay where they are, and the rows of
+        other matrices too: that costs a sum over the shards of the small product X X^T in each step of the iteration.
     """
 
     def init(params: Any) -> MuonState:
@@ -60,6 +61,7 @@ def scale_by_muon(
             name = path_name(path)
 
             def matrices(x: Array) -> Array:
+                x = sharding.constrain(x, "matrices", None, None) if x.ndim == 3 else x
                 return _scaled(x, splits.get(name, x.shape[-1:]), update_rms, compute_dtype)
 
             # One stacked layer at a time: the iteration needs room for several copies of what it works on.

@@ -15,12 +15,13 @@ from kda_jax.checkpoint import Checkpoints
 from kda_jax.config import OptimConfig
 from kda_jax.errors import UserError
 from kda_jax.models.config import LinearAttentionConfig
+from kda_jax.sharding import MeshConfig, make_mesh
 from kda_jax.train import loop
 from kda_jax.train.metrics import dtype_table
 from kda_jax.train.muon import orthogonal, scale_by_muon
 from kda_jax.train.optim import make_optimizer
 from kda_jax.train.qk_clip import clip_query_keys
-from kda_jax.train.state import flatten, initial_state, merge, structure
+from kda_jax.train.state import flatten, initial_state, merge, shapes, state_shardings, structure
 from kda_jax.train.step import Sums
 
 STACKED = dataclasses.replace(
@@ -112,6 +113,27 @@ def test_what_is_a_matrix():
         np.testing.assert_allclose(found, wanted, atol=2e-5, err_msg=name)
     assert {"q_proj", "kv_b_proj", "experts", "gate", "o_proj", "f_a_proj"} <= muon
     assert {"q_conv1d", "lm_head", "embed_tokens", "o_norm", "self_attn", "kv_a_layernorm"} <= adam
+
+
+def test_updates_on_a_mesh():
+    """R161: on eight devices, parameters and momentum in parts, the update of one device."""
+    optimizer = make_optimizer(OptimConfig(algorithm="muon"), STACKED)
+    rng = np.random.default_rng(0)
+    abstract = jax.eval_shape(lambda: initial_state(STACKED, optimizer, 0))
+    grads = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape), jnp.float32), abstract.params)
+    wanted, _ = jax.jit(optimizer.update)(grads, optimizer.init(grads), grads)
+    mesh = make_mesh(MeshConfig(fsdp=2, expert=2, tensor=2), jax.devices())
+    placed = state_shardings(shapes(STACKED), abstract, mesh)
+    with jax.set_mesh(mesh):
+        parts = jax.device_put(grads, placed.params)
+        state = jax.jit(optimizer.init, out_shardings=placed.opt_state)(parts)
+        found, after = jax.jit(optimizer.update, out_shardings=(placed.params, placed.opt_state))(parts, state, parts)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, wanted)
+    specs = {
+        name: x.sharding.spec for name, x in flatten(after).items() if name.endswith("w1") or name.endswith("0.self_attn.q_proj.kernel")
+    }
+    assert all("fsdp" in str(spec) for spec in specs.values())
+    assert len(specs) == 3
 
 
 def test_heads_of_other_models():

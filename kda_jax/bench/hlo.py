@@ -1,0 +1,107 @@
+"""What a compiled program sends between devices, read from its text."""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import NamedTuple
+
+KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute", "collective-broadcast")
+_BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "f16": 2, "f32": 4, "f64": 8, "c64": 8, "c128": 16}
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (.+?) ([a-z][a-z0-9\-]*)\(")
+_SHAPE = re.compile(r"\b(pred|bf16|[a-z]+\d+(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
+_CALLS = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_computation|called_computations)=\{?%?([\w.\-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+
+
+class Collective(NamedTuple):
+    """One instruction of the program."""
+
+    kind: str
+    bytes: int
+    """Of its result on one device."""
+    times: int
+    """How often it runs in one call: trip counts of the loops around it."""
+    unknown_loops: int
+    """Loops around it whose length is not known before they run; each counts once."""
+
+
+def collectives(text: str) -> list[Collective]:
+    """All of a module in HLO text, as `compiled.as_text()` gives it. Asynchronous pairs count once; a conditional counts its branches."""
+    computations, entry = _parse(text)
+    runs: dict[str, list[tuple[int, int]]] = defaultdict(list)
+
+    def visit(name: str, times: int, unknown: int) -> None:
+        runs[name].append((times, unknown))
+        for line in computations.get(name, ()):
+            loop = " while(" in line
+            trips = _TRIPS.search(line)
+            inside = (times * int(trips[1]), unknown) if trips else (times, unknown + loop)
+            for callee in _callees(line):
+                visit(callee, *(inside if loop else (times, unknown)))
+
+    visit(entry, 1, 0)
+    found = []
+    for name, visits in runs.items():
+        for line in computations.get(name, ()):
+            if (kind := _kind(line)) is not None:
+                size = _result_bytes(line)
+                found += [Collective(kind, size, times, unknown) for times, unknown in visits]
+    return found
+
+
+def bytes_by_kind(found: list[Collective]) -> dict[str, int]:
+    """Bytes of the results of collectives on one device in one call, by kind, largest first."""
+    totals: dict[str, int] = defaultdict(int)
+    for collective in found:
+        totals[collective.kind] += collective.bytes * collective.times
+    return dict(sorted(totals.items(), key=lambda item: -item[1]))
+
+
+def _parse(text: str) -> tuple[dict[str, list[str]], str]:
+    """Lines of each computation, and the name of the entry."""
+    computations: dict[str, list[str]] = {}
+    current, entry = None, ""
+    for line in text.splitlines():
+        if (start := _COMPUTATION.match(line)) is not None:
+            current = start[1]
+            computations[current] = []
+            entry = current if line.startswith("ENTRY") else entry
+        elif line.startswith("}"):
+            current = None
+        elif current is not None:
+            computations[current].append(line)
+    return computations, entry
+
+
+def _callees(line: str) -> Iterator[str]:
+    yield from _CALLS.findall(line)
+    for branches in _BRANCHES.findall(line):
+        yield from (name.strip().lstrip("%") for name in branches.split(","))
+
+
+def _kind(line: str) -> str | None:
+    """Of a collective's instruction; the second half of an asynchronous pair is none."""
+    instruction = _INSTRUCTION.match(line)
+    if instruction is None:
+        return None
+    name = instruction[2].removesuffix("-start")
+    return name if name in KINDS else None
+
+
+def _result_bytes(line: str) -> int:
+    """Bytes of the result; of the pair (operands, results) that an asynchronous start gives, of the results."""
+    instruction = _INSTRUCTION.match(line)
+    shapes = [_bytes(*shape) for shape in _SHAPE.findall(instruction[1])]
+    if instruction[2].endswith("-start") and instruction[1].startswith("("):
+        shapes = [size for size in shapes if size > 8]  # contexts and counters besides
+        half = len(shapes) // 2
+        return sum(shapes[half:]) if half else sum(shapes)
+    return sum(shapes)
+
+
+def _bytes(dtype: str, dims: str) -> int:
+    width = _BYTES.get(dtype) or int(re.search(r"\d+", dtype)[0]) / 8
+    return math.ceil(width * math.prod(int(n) for n in dims.split(",") if n))

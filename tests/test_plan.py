@@ -1,0 +1,148 @@
+"""Planning without the pod: slices by name, collectives read from a program, and a whole plan for fake devices."""
+
+import dataclasses
+import importlib.util
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from kda_jax.bench import plan as planning
+from kda_jax.bench.hlo import bytes_by_kind, collectives
+from kda_jax.bench.slices import CHIPS, find, known
+from kda_jax.cli import main
+from kda_jax.config import load_config_file
+from kda_jax.errors import UserError
+
+RUN = """
+from kda_jax.config import DataConfig, OptimConfig, RunConfig, TrainConfig
+from kda_jax.models import presets
+from kda_jax.models.config import GPT2Config
+from kda_jax.sharding import MeshConfig
+
+config = RunConfig(
+    name="planned",
+    model=GPT2Config(vocab_size=256, n_positions=64, n_embd=32, n_layer=2, n_head=2),
+    data=DataConfig(seq_len=32),
+    optim=OptimConfig(algorithm="muon"),
+    train=TrainConfig(batch_size=8),
+    mesh=MeshConfig(fsdp=4, tensor=2),
+)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "gigabytes"), [("v5p:4x4x4", 64, 95), ("v6e:16x16", 256, 32), ("v5e:2x3", 6, 16), ("tpu7x:2x2x1", 8, 96)]
+)
+def test_slices(name, devices, gigabytes):
+    """Known ones and others of the form; a device is half a chip of v4 and tpu7x."""
+    found = find(name)
+    assert (found.devices, found.hbm_bytes) == (devices, gigabytes * 2**30)
+
+
+@pytest.mark.parametrize("name", ["v9:2x2", "v5p", "v5p:4x4", "v6e:4x4x4", "v6e:ax4", "cpu:0"])
+def test_unknown_slices_list_the_known(name):
+    with pytest.raises(UserError, match=f"there is no slice '{name}'.*known: .*(v5p:4x4x4|v6e:16x16)"):
+        find(name)
+    assert all(find(name).chips for name in known())
+    assert {name.partition(":")[0] for name in known()} == set(CHIPS)
+
+
+def test_collectives_of_a_compiled_program():
+    """A product whose sum runs over two devices, five times in a loop and once outside: what each device gets, in bytes."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    rows, columns = (NamedSharding(mesh, PartitionSpec(*spec)) for spec in (("x", None), (None, "x")))
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def program(a, w):
+        def body(a, _):
+            return jax.lax.with_sharding_constraint(jnp.tanh(a @ w), columns), None
+
+        return jax.lax.with_sharding_constraint(jax.lax.scan(body, a, None, length=5)[0], whole)
+
+    shapes = [jax.ShapeDtypeStruct((16, 64), jnp.float32, sharding=columns), jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=rows)]
+    text = jax.jit(program, out_shardings=whole).lower(*shapes).compile().as_text()
+    found = collectives(text)
+    assert {c.unknown_loops for c in found} == {0}
+    by_kind = bytes_by_kind(found)
+    reduced = by_kind.get("all-reduce", 0) + by_kind.get("reduce-scatter", 0)
+    assert reduced in (5 * 16 * 64 * 4, 5 * 16 * 32 * 4), by_kind
+    assert by_kind["all-gather"] == 16 * 64 * 4
+
+
+def test_collectives_of_a_tpu_program():
+    """Asynchronous pairs count once, by their results; loops multiply; a loop of unknown length counts once and is said to."""
+    text = """HloModule m
+%body (p: (s32[], bf16[8,128])) -> (s32[], bf16[8,128]) {
+  %ag = (bf16[8,128]{1,0}, bf16[32,128]{1,0:T(8,128)(2,1)}) all-gather-start(%x), replica_groups={{0,1,2,3}}
+  %done = bf16[32,128]{1,0} all-gather-done(%ag)
+}
+%cond (p: (s32[], bf16[8,128])) -> pred[] {
+  %c = pred[] constant(true)
+}
+%outer (p: (s32[], bf16[8,128])) -> (s32[], bf16[8,128]) {
+  %w = (s32[], bf16[8,128]) while(%p), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"3"}}
+  %r = f32[10]{0} all-reduce(%y), to_apply=%add
+}
+ENTRY %main (a: bf16[8,128]) -> bf16[8,128] {
+  %w2 = (s32[], bf16[8,128]) while(%p), condition=%cond, body=%outer
+  %f = (f32[4]{0}, f32[6]{0}) all-to-all(%a, %b), dimensions={0}
+}
+"""
+    found = collectives(text)
+    assert bytes_by_kind(found) == {"all-gather": 3 * 32 * 128 * 2, "all-reduce": 40, "all-to-all": 40}
+    assert {c.kind: c.unknown_loops for c in found} == {"all-gather": 1, "all-reduce": 1, "all-to-all": 0}
+
+
+@pytest.fixture
+def run_file(tmp_path):
+    path = tmp_path / "run.py"
+    path.write_text(RUN)
+    return path
+
+
+def test_plan_for_fake_devices(run_file, capsys, tmp_path):
+    """Both steps of a small model on eight: what is stored is what the shapes say, and it is written as it is said."""
+    options = ["--decode-rows", "8", "--decode-context", "64", "--json", str(tmp_path / "plan.json")]
+    assert main(["plan", "--config", str(run_file), "--topology", "cpu:8", *options]) == 0
+    said = capsys.readouterr().out
+    assert "train step of planned on cpu:8, fsdp 4 x tensor 2: 8 rows, 32 tokens each" in said
+    assert "decode step of planned on cpu:8, fsdp 4 x tensor 2: 8 rows, 64 tokens each" in said
+    assert said.count("  fits") == 2
+    train, decode = json.loads((tmp_path / "plan.json").read_text())
+    state = 2 * 4 * 27_000  # parameters and momentum, float32, of which each device has about an eighth
+    assert state / 8 < train["argument_bytes"] < state / 3
+    assert train["collective_bytes"]["all-gather"] > 0
+    assert 8 * 64 * 2 * 2 * 32 * 4 / 4 < 8 * decode["argument_bytes"]  # keys and values of two layers, heads over two
+    assert train["model_flops"] > 0
+
+
+def test_mesh_must_match(run_file, capsys):
+    assert main(["plan", "--config", str(run_file), "--topology", "v5p:4x4x4"]) == 2
+    assert "v5p:4x4x4 has 64 devices and the mesh is of 8 (fsdp 4 x tensor 2)" in capsys.readouterr().err
+
+
+def test_without_libtpu(run_file, monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["plan", "--config", str(run_file), "--topology", "v5e:2x4"]) == 2
+    assert 'pip install "jax[tpu]"' in capsys.readouterr().err
+
+
+def test_overflow_and_advice(run_file):
+    """libtpu's refusal becomes a plan that does not fit, and says what would help."""
+    error = jax.errors.JaxRuntimeError(
+        "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 59.80G of 31.25G hbm. Exceeded"
+    )
+    needed, hbm = planning._overflow(error)
+    assert (round(needed / 2**30, 2), round(hbm / 2**30, 2)) == (59.8, 31.25)
+    with pytest.raises(ValueError, match="other"):
+        planning._overflow(ValueError("other"))
+    config = load_config_file(run_file)
+    found = planning.Plan("train", "v6e:2x4", "", 8, 32, needed, hbm, None, None, {}, 0, 0, 1.0, 1.0, 1.0, 1.0)
+    assert not found.fits
+    assert "--model.remat full" in planning.advice(config, found)
+    assert "DOES NOT FIT" in planning.told(config, found)
+    wide = dataclasses.replace(config, train=dataclasses.replace(config.train, batch_size=16))
+    assert "--train.micro-batches 4" in planning.advice(wide, found)
