@@ -3,7 +3,7 @@
     kda-jax data
     kda-jax train --config configs/ladder/gpt2.py
 
-3,657,600 parameters. About ten minutes on two CPU cores; not yet measured to the end.
+3,657,600 parameters. About ten minutes on two CPU cores (measured to step 80). Expected: 3.21 bits per byte, measured on an H200.
 """
 
 import pathlib
