@@ -14,7 +14,7 @@ OPTIMISED = {"xla_backend_optimization_level": 3}  # as users compile; conftest 
 @pytest.mark.parametrize("implementation", ["scan", "xla"])
 @pytest.mark.parametrize(("spec", "decay"), CASES)
 def test_the_future_is_invisible(spec, decay, implementation):
-    """R016-like leaks through anchors: outputs before p and the gradients of a loss on them, for p inside and on chunk edges."""
+    """Leaks through anchors: outputs before p and the gradients of a loss on them, for p inside and on chunk edges."""
     T, call = 130, getattr(ops, spec.name)
     inputs = spec.make_inputs(jax.random.key(0), B=1, T=T, decay=decay)
     other = spec.make_inputs(jax.random.key(1), B=1, T=T, decay=decay)

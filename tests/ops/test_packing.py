@@ -33,14 +33,24 @@ def test_packed_row_against_the_oracle(spec, decay, implementation):
         assert error.rms <= limit, f"{name}: {error}"
 
 
-def test_a_document_on_the_chunk_grid_is_the_same_to_the_bit():
-    spec = ops.REGISTRY["kda"]
-    inputs = spec.make_inputs(jax.random.key(1), T=192)
+@pytest.mark.parametrize(("spec", "decay"), CASES)
+def test_a_document_on_the_chunk_grid_is_the_same_to_the_bit(spec, decay):
+    """Outputs and state; gradients to rounding."""
+    problem = make_problem(spec, jax.random.key(1), T=192, decay=decay)
     ids = jnp.repeat(jnp.array([[1, 2, 2], [5, 6, 6]]), 64, axis=1)
-    packed = jax.jit(ops.kda)(*inputs, segment_ids=ids)
-    alone = jax.jit(ops.kda)(*(x[:, 64:] for x in inputs))
+
+    def run(inputs, do, dstate, segment_ids):
+        out, pull = jax.vjp(lambda x: getattr(ops, spec.name)(*spec.arrays(x), segment_ids=segment_ids), inputs)
+        return out, pull(ops.RecurrenceOutput(do, dstate))[0]
+
+    alone_ids = None if decay != "none" else jnp.ones((2, 128), jnp.int32)  # with ids an op without decay gets one, and other rounding
+    packed, gradients = jax.jit(run)(problem.inputs, problem.do, problem.dstate, ids)
+    cut = Inputs(*(None if x is None else x[:, 64:] for x in problem.inputs))
+    alone, gradients_alone = jax.jit(run)(cut, problem.do[:, 64:], problem.dstate, alone_ids)
     assert bool(jnp.all(packed.o[:, 64:] == alone.o))
     assert bool(jnp.all(packed.final_state == alone.final_state))
+    for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(gradients_alone), strict=True):
+        testing.assert_close("gradient", a[:, 64:], b, TOLERANCE["float32"].gradient)
 
 
 def test_a_thousand_documents_in_one_row():
@@ -77,12 +87,19 @@ def test_other_documents_and_padding_do_not_exist():
 
 
 def test_rows_and_one_joined_row_agree():
-    """R035: four rows, their join, and four calls give one result."""
-    spec = ops.REGISTRY["kda"]
-    inputs = spec.make_inputs(jax.random.key(5), B=4, T=32)
-    rows = ops.kda(*inputs).o
-    joined = ops.kda(*(x.reshape(1, 128, *x.shape[2:]) for x in inputs), segment_ids=jnp.repeat(jnp.arange(1, 5), 32)[None]).o
-    testing.assert_close("joined", joined.reshape(rows.shape), rows, 1e-6)
+    """R035: four rows and their join give one result and one gradient."""
+    problem = make_problem(ops.REGISTRY["kda"], jax.random.key(5), B=4, T=32)
+
+    def outputs_and_gradients(inputs, do, segment_ids=None):
+        o, pull = jax.vjp(lambda inputs: ops.kda(*inputs, segment_ids=segment_ids).o, inputs)
+        return Inputs(*pull(do)[0]), o
+
+    join = lambda x: x.reshape(1, 128, *x.shape[2:])
+    rows = jax.jit(outputs_and_gradients)(problem.inputs, problem.do)
+    ids = jnp.repeat(jnp.arange(1, 5), 32)[None]
+    joined = jax.jit(outputs_and_gradients)(Inputs(*map(join, problem.inputs)), join(problem.do), ids)
+    for a, b in zip(jax.tree.leaves(joined), jax.tree.leaves(rows), strict=True):
+        testing.assert_close("joined", a.reshape(b.shape), b, 1e-6)
 
 
 @pytest.mark.parametrize("name", ops.REGISTRY)

@@ -1,0 +1,107 @@
+"""The adversarial grid: every op and decay, every implementation, outputs, final state and all gradients against the float64 recurrence.
+
+Slow, about 20 minutes of processor time: the fast tests beside it take samples of it. What it crosses comes from the OpSpecs and from
+extreme_cases.py.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from extreme_cases import DELTA, GATED, GATES, KEYS, OTHERS, SPECS, problem_of, with_gates, with_keys
+
+from kda_jax import ops, testing
+from kda_jax.testing import TOLERANCE
+
+pytestmark = pytest.mark.slow
+IMPLEMENTATIONS = ["scan", "xla"]
+TIGHT = TOLERANCE["float32"]
+
+every_op = pytest.mark.parametrize(("name", "decay"), SPECS)
+every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+
+
+def check_ordinary(name, problem, implementation, chunk_size=64):
+    for result, error in testing.errors(ops.REGISTRY[name], problem, implementation=implementation, chunk_size=chunk_size).items():
+        limit = TIGHT.output if result in ("o", "final_state") else TIGHT.gradient
+        assert error.rms <= limit, f"{name} {implementation} {result}: {error} exceeds {limit:.0e}"
+
+
+def check_extreme(name, problem, implementation, chunk_size=64):
+    for result, error in testing.errors(ops.REGISTRY[name], problem, implementation=implementation, chunk_size=chunk_size).items():
+        assert error.rms <= TIGHT.extreme, f"{name} {implementation} {result}: {error}"
+
+
+@every_implementation
+@every_op
+@pytest.mark.parametrize("T", [1, 2, 3, 15, 16, 17, 31, 33, 63, 64, 65, 127, 130, 1000])
+def test_lengths(name, decay, implementation, T):
+    """R017 R018."""
+    check_ordinary(name, problem_of(name, decay, seed=T, T=T), implementation)
+
+
+@every_implementation
+@every_op
+@pytest.mark.parametrize("share", [1, 2, 4])
+def test_grouped_value_heads(name, decay, implementation, share):
+    check_ordinary(name, problem_of(name, decay, T=70, H=2, HV=2 * share), implementation)
+
+
+@every_implementation
+@every_op
+@pytest.mark.parametrize(("K", "V"), [(16, 20), (20, 16), (24, 32), (60, 100), (64, 128), (96, 64), (100, 60), (128, 256), (256, 128)])
+def test_widths(name, decay, implementation, K, V):
+    """R192."""
+    check_ordinary(name, problem_of(name, decay, K=K, V=V), implementation)
+
+
+@every_op
+@pytest.mark.parametrize("chunk_size", [1, 2, 4, 8, 16, 32, 128, 256])
+def test_chunk_sizes(name, decay, chunk_size):
+    check_ordinary(name, problem_of(name, decay, T=150), "xla", chunk_size)
+
+
+@every_implementation
+@pytest.mark.parametrize(("name", "decay"), GATED)
+@pytest.mark.parametrize("case", GATES)
+@pytest.mark.parametrize("chunk_size", [16, 64])
+def test_gates(name, decay, implementation, case, chunk_size):
+    check_extreme(name, with_gates(problem_of(name, decay, T=130), case), implementation, chunk_size)
+
+
+@every_implementation
+@pytest.mark.parametrize(("name", "decay"), DELTA)
+@pytest.mark.parametrize("case", KEYS)
+@pytest.mark.parametrize("chunk_size", [16, 64])
+def test_keys_and_betas(name, decay, implementation, case, chunk_size):
+    """Without decay as well, where nothing damps an error."""
+    problem = with_keys(problem_of(name, decay, T=130), case)
+    check_extreme(name, problem, implementation, chunk_size)
+    if decay != "none":
+        check_extreme(name, with_gates(problem, "zero"), implementation, chunk_size)
+
+
+@every_implementation
+@every_op
+@pytest.mark.parametrize("case", OTHERS)
+def test_states_values_and_cotangents(name, decay, implementation, case):
+    check_extreme(name, OTHERS[case](problem_of(name, decay, T=130)), implementation)
+
+
+@pytest.mark.parametrize(("name", "decay"), SPECS)
+def test_a_million_tokens(name, decay):
+    """R013: one head, decays of about 1e-3, against the scan in float64. A sum that nothing ever leaves keeps every rounding as well:
+    1.9e-6 after a million tokens of linear attention, where the others forget, or correct what they hold.
+    """
+    spec = ops.REGISTRY[name]
+    inputs = spec.make_inputs(jax.random.key(6), B=1, T=2**20, H=1, HV=1, K=8, V=8, decay=decay)
+    if inputs.g is not None:
+        inputs = inputs._replace(g=inputs.g * 1e-3)
+    call = getattr(ops, name)
+    found = jax.jit(lambda x: call(*spec.arrays(x)))(inputs)
+    with testing.x64():
+        double = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), inputs)
+        reference = jax.tree.map(np.asarray, jax.jit(lambda x: call(*spec.arrays(x), implementation="scan"))(double))
+    limit = TIGHT.output if decay != "none" or spec.delta else TIGHT.extreme
+    testing.assert_close("o", found.o, reference.o, limit)
+    testing.assert_close("final state", found.final_state, reference.final_state, limit)
