@@ -9,7 +9,8 @@ Per chunk of C tokens with start state S (Kimi Linear, arXiv 2510.26692, eqs. 6-
     S'     = Diag(total) S + k_out^T y                    k_out = k decayed to the chunk's end
 
 This is the solve form: the corrected values y come from one triangular solve, so neither direction needs the usual w and u.
-Without the delta rule y = v. The backward keeps one state per group of chunks and rebuilds the rest.
+Without the delta rule y = v. The backward keeps the state and (I + A)^-1 of every chunk and rebuilds the rest, a group of chunks
+at a time. Only S and y wait for the chunk before; everything else is computed for the whole group at once.
 """
 
 import functools
@@ -98,32 +99,34 @@ def _forward(static, groups, state):
 
     def body(state, group):
         v, beta, terms, _ = _prepare(static, state.dtype, *group)
-        end, (_, o, _) = jax.lax.scan(functools.partial(_chunk, static), state, (terms, _inverse(terms, beta), v, beta))
-        return end, (_join(o).astype(group[2].dtype), state)
+        X = _inverse(terms, beta)
+        end, (states, y) = jax.lax.scan(functools.partial(_chunk, static), state, (terms.k_in, terms.k_out, terms.total, X, v, beta))
+        o = _dot(static, terms.q_in, states) + _dot(static, terms.Aqk, y)
+        return end, (_join(o).astype(group[2].dtype), states, X)
 
-    state, (o, starts) = jax.lax.scan(body, state, groups)
-    return (o, state), (groups, starts)
+    state, (o, states, X) = jax.lax.scan(body, state, groups)
+    return (o, state), (groups, states, X)
 
 
 def _backward(static, residuals, cotangents):
-    groups, starts = residuals
+    groups, states, X = residuals
     do, dstate = cotangents
     dstate = _opaque(dstate)
 
     def body(dstate, xs):
-        group, start, do = xs
-        v, beta, terms, saved = _prepare(static, start.dtype, *group)
-        X = _inverse(terms, beta)
-        _, (states, _, y) = jax.lax.scan(functools.partial(_chunk, static), start, (terms, X, v, beta))
-        do = _split(do.astype(start.dtype), static.chunk_size)
+        group, states, X, do = xs
+        v, beta, terms, saved = _prepare(static, states.dtype, *group)
+        y = _corrected(static, terms.k_in, X, v, beta, states)
+        do = _split(do.astype(states.dtype), static.chunk_size)
+        from_o = _t_dot(static, terms.Aqk, do), _t_dot(static, terms.q_in, do)
         step = functools.partial(_chunk_transpose, static)
-        dstate, (dends, dy, du) = jax.lax.scan(step, dstate, (terms, X, beta, do), reverse=True)
-        dterms, dv, dbeta = _terms_cotangents(static, terms, v, beta, states, y, do, dends, dy, du)
+        dstate, (dends, dr) = jax.lax.scan(step, dstate, (terms.k_in, terms.k_out, terms.total, X, beta, *from_o), reverse=True)
+        dterms, dv, dbeta = _terms_cotangents(static, terms, v, beta, states, y, do, dends, dr)
         dq, dk, dg = _prepare_transpose(static, group[0].shape[2], terms, saved, dterms)
         dgroup = jax.tree.map(lambda x, d: _join(d).astype(x.dtype), group, (dq, dk, dv, dg, dbeta))
         return dstate, dgroup
 
-    dstate, dgroups = jax.lax.scan(body, dstate, (groups, starts, do), reverse=True)
+    dstate, dgroups = jax.lax.scan(body, dstate, (groups, states, X, do), reverse=True)
     return dgroups, dstate
 
 
@@ -210,28 +213,30 @@ def _inverse(terms, beta):
     return None if terms.Akk is None else unit_lower_inverse(beta * terms.Akk)
 
 
+def _corrected(static, k_in, X, v, beta, S):
+    """y, the values that are written: of one chunk, or of many at once when their start states are known."""
+    return v if X is None else _dot(static, X, beta * (v - _dot(static, k_in, S)))
+
+
 def _chunk(static, S, xs):
-    """One chunk. Returns S' and (S, o, y)."""
-    terms, X, v, beta = xs
-    dot = functools.partial(_dot, static)
-    y = v if X is None else dot(X, beta * (v - dot(terms.k_in, S)))
-    o = dot(terms.q_in, S) + dot(terms.Aqk, y)
-    return terms.total * S + _t_dot(static, terms.k_out, y), (S, o, y)
+    """What has to wait for the state of the chunk before: S', and (S, y) for what need not."""
+    k_in, k_out, total, X, v, beta = xs
+    y = _corrected(static, k_in, X, v, beta, S)
+    return total * S + _t_dot(static, k_out, y), (S, y)
 
 
 def _chunk_transpose(static, dS, xs):
-    """Reverse of `_chunk` for the values that earlier chunks wait for. Takes dS', returns dS; keeps (dS', dy, dr), r = (I + A) y."""
-    terms, X, beta, do = xs
-    t_dot = functools.partial(_t_dot, static)
-    dy = t_dot(terms.Aqk, do) + _dot(static, terms.k_out, dS)
-    dstart = terms.total * dS + t_dot(terms.q_in, do)
-    if X is None:
-        return dstart, (dS, dy, dy)
-    dr = t_dot(X, dy)
-    return dstart - t_dot(terms.k_in, beta * dr), (dS, dy, dr)
+    """Reverse of `_chunk`, given what the outputs gave to y and S. Takes dS', returns dS and (dS', dr) with r = (I + A) y."""
+    k_in, k_out, total, X, beta, dy, dstart = xs
+    dr = dy + _dot(static, k_out, dS)
+    dstart = total * dS + dstart
+    if X is not None:
+        dr = _t_dot(static, X, dr)
+        dstart = dstart - _t_dot(static, k_in, beta * dr)
+    return dstart, (dS, dr)
 
 
-def _terms_cotangents(static, terms, v, beta, S, y, do, dS, dy, dr):
+def _terms_cotangents(static, terms, v, beta, S, y, do, dS, dr):
     """Cotangents of (terms, v, beta) for a whole group, given what the two passes over its chunks left behind."""
     dot_t = functools.partial(_dot_t, static)
     dtotal = jnp.sum(S * dS, axis=-1, keepdims=True)
@@ -239,7 +244,7 @@ def _terms_cotangents(static, terms, v, beta, S, y, do, dS, dy, dr):
         dtotal = jnp.sum(dtotal, axis=-2, keepdims=True)
     dAqk, dq_in, dk_out = jnp.tril(dot_t(do, y)), dot_t(do, S), dot_t(y, dS)
     if terms.Akk is None:
-        return Terms(None, dAqk, dq_in, jnp.zeros_like(terms.k_in), dk_out, dtotal), dy, None
+        return Terms(None, dAqk, dq_in, jnp.zeros_like(terms.k_in), dk_out, dtotal), dr, None
     dA = -jnp.tril(dot_t(dr, y), -1)  # from y = (I + A)^-1 r: the inverse itself is never differentiated
     dv = beta * dr
     dbeta = jnp.sum(dr * (v - _dot(static, terms.k_in, S)), axis=-1, keepdims=True) + jnp.sum(dA * terms.Akk, axis=-1, keepdims=True)
