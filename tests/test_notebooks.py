@@ -12,6 +12,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[1]
 SMALL = {
     "01_memory_ladder": {},
+    "05_experts_on_a_mesh": {},
     "07_plan_a_pod": {
         "model": "__import__('kda_jax').models.config.GPT2Config(vocab_size=256, n_positions=64, n_embd=64, n_layer=2, n_head=2)",
         "topology": "'cpu:8'",

@@ -13,6 +13,13 @@ def axes(model: nnx.Module) -> dict[str, sharding.Names]:
     return {".".join(map(str, path)): variable.get_metadata("axes") for path, variable in nnx.to_flat_state(nnx.state(model))}
 
 
+def place(module: Any, mesh: jax.sharding.Mesh) -> Any:
+    """The module with every array stored on `mesh` as the rules say. For models made on one device; larger ones are made in parts."""
+    leaves, tree = jax.tree.flatten(module)
+    pairs = zip(leaves, _variables(module), strict=True)
+    return tree.unflatten([jax.device_put(x, sharding.parameter_sharding(mesh, v.get_metadata("axes"), x.shape)) for x, v in pairs])
+
+
 def gathered(module: Any, but: Any = None) -> Any:
     """The module with its parameters as products need them, see `sharding.gather`; the module itself without a mesh.
 

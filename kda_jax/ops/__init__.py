@@ -13,7 +13,7 @@ from kda_jax.ops.experts import experts
 from kda_jax.ops.gates import gdn_gate, kda_gate
 from kda_jax.ops.mla import mla
 from kda_jax.ops.norms import gated_rms_norm, l2_norm, layer_norm, rms_norm
-from kda_jax.ops.routing import Routing, bias_histogram, expert_counts, quantile_bias, route
+from kda_jax.ops.routing import Routing, bias_histogram, expert_counts, limit, quantile_bias, route
 from kda_jax.ops.segments import Segments, segments
 from kda_jax.ops.short_conv import ConvOutput, short_conv
 from kda_jax.ops.spec import REGISTRY, OpSpec, RecurrenceOutput

@@ -33,14 +33,16 @@ def in_segments(
     """
     parts = _summary_with_delta if inputs.beta is not None else _summary
     o, reach, S_ext, M = parts(run, inputs, scale, initial_state)
-    index = shards.index("time")
+    index, V = shards.index("time"), S_ext.shape[-1]
 
     def compose(carry, segment):
         S, start = carry
-        number, M, S_ext = segment
+        number, summary = segment
+        S_ext, M = summary[..., :V], summary[..., V:]
         return (_apply(M, S) + S_ext, jnp.where(number == index, S, start)), None
 
-    segments = jnp.arange(shards.count("time")), shards.gather(M, "time"), shards.gather(S_ext, "time")
+    summary = jnp.concatenate([S_ext, jnp.broadcast_to(M, (*S_ext.shape[:-1], M.shape[-1]))], axis=-1)
+    segments = jnp.arange(shards.count("time")), shards.gather(summary, "time")
     (end, start), _ = jax.lax.scan(compose, (initial_state, initial_state), segments)
     return o + jnp.einsum("bthk,bhkv->bthv", reach, start, precision="highest"), end
 
