@@ -252,13 +252,20 @@ class Run(NamedTuple):
     model: nnx.Module
 
 
+def read_run_config(path: str | Path) -> RunConfig:
+    """The resolved configuration of a run directory. Raises UserError: `path` is none."""
+    run_dir = Path(path)
+    if not (run_dir / "config.json").is_file() or not (run_dir / "checkpoints").is_dir():
+        raise UserError(f"{run_dir} is not a run directory: it has no config.json and checkpoints/ as `kda-jax train` writes them")
+    return from_dict(json.loads((run_dir / "config.json").read_text()))
+
+
 def load_run(path: str | Path, *, dtype: Any = None, mesh: jax.sharding.Mesh | None = None, say: Say = print) -> Run:
     """`load`, with the run's configuration and the step."""
     from kda_jax.layers.params import cast
 
     run_dir = Path(path)
-    if not (run_dir / "config.json").is_file() or not (run_dir / "checkpoints").is_dir():
-        raise UserError(f"{run_dir} is not a run directory: it has no config.json and checkpoints/ as `kda-jax train` writes them")
+    read_run_config(run_dir)
     for directory in step_directories(run_dir):
         try:
             meta = read_meta(directory)

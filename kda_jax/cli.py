@@ -81,6 +81,8 @@ class TrainOptions:
     """Python file that defines `config = RunConfig(...)`."""
     run_dir: Path | None = None
     """Where checkpoints and metrics go; default runs/NAME. Started again in the same directory, the run goes on."""
+    start_from: Path | None = None
+    """Run directory or Hugging Face directory whose parameters the run begins with: short for --train.start-from."""
     distributed: bool = False
     """This is one of several processes, one per host, and JAX finds out which: on Cloud TPU, Slurm, Open MPI, Kubernetes."""
     coordinator: str | None = None
@@ -94,6 +96,8 @@ class TrainOptions:
 @command("train a run, or go on with it")
 def train(args: list[str]) -> None:
     options, config = read_run("train", TrainOptions, args)
+    if options.start_from is not None:
+        config = dataclasses.replace(config, train=dataclasses.replace(config.train, start_from=str(options.start_from)))
     _keep_freed_memory()
 
     from kda_jax import distributed
@@ -242,8 +246,12 @@ class EvalOptions:
     batch_size: int = 16
 
 
-@command("bits per byte of a trained model on text")
+@command("bits per byte of a trained model on text; eval parity, eval layers: against a reference")
 def eval(args: list[str]) -> None:
+    if args and args[0] in ("parity", "layers"):
+        from kda_jax import cli_models
+
+        return getattr(cli_models, args[0])(args[1:])
     options = _parse("eval", EvalOptions, args)
     from kda_jax.checkpoint import load_run
     from kda_jax.tokenizer import build
@@ -328,9 +336,16 @@ def explain(args: list[str]) -> None:
         raise UserError(str(error)) from error
 
 
+@command("bytes of weights, cache and state of a model")
+def memory(args: list[str]) -> None:
+    from kda_jax.cli_models import memory as run
+
+    run(args)
+
+
 @dataclasses.dataclass(frozen=True)
 class ImportOptions:
-    """Make a run directory of a Hugging Face checkpoint: GPT-2 or Kimi Linear."""
+    """Make a run directory of a Hugging Face checkpoint: GPT-2, Kimi Linear or Kimi K3 (text)."""
 
     directory: tyro.conf.Positional[Path]
     """With config.json and safetensors files."""
@@ -358,6 +373,8 @@ class ExportOptions:
     """Directory to make."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of all but the gates' and the router's few float32 parameters."""
+    experts: Literal["plain", "mxfp4"] = "plain"
+    """mxfp4: pack the routed experts of a Kimi K3 as its release does; refused if that loses anything."""
 
 
 @command("write a trained model as a directory that transformers loads")
@@ -365,7 +382,7 @@ def export(args: list[str]) -> None:
     options = _parse("export", ExportOptions, args)
     from kda_jax.hf.runs import export_run
 
-    export_run(options.run, options.directory, dtype=options.dtype)
+    export_run(options.run, options.directory, dtype=options.dtype, experts=options.experts)
 
 
 def _warn(line: str) -> None:

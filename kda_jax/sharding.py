@@ -127,7 +127,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     return Mesh(grid, AXES, axis_types=(kind,) * len(AXES))
 
 
-def parameter_sharding(mesh: Mesh, names: Names, shape: Sequence[int]) -> NamedSharding:
+def parameter_sharding(mesh: Mesh | jax.sharding.AbstractMesh, names: Names, shape: Sequence[int]) -> NamedSharding:
     """Where a parameter is stored. A vector over the model's width is copied: to gather it would take longer than to keep it."""
     return NamedSharding(mesh, _spec(mesh.shape, _without_stored(PARAMETERS) if len(names) == 1 else PARAMETERS, names, shape))
 

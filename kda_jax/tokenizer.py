@@ -1,4 +1,4 @@
-"""Text to token ids and back: bytes, and GPT-2's byte-pair encoding."""
+"""Text to token ids and back: bytes, and GPT-2's byte-pair encoding. `released_tokenizers` has those of other checkpoints."""
 
 import base64
 import importlib.metadata
@@ -23,6 +23,8 @@ class Tokenizer(Protocol):
     vocab_size: int
     end_of_text: int
     """Stands before and after every document; a prompt without text starts from it."""
+    stop_tokens: frozenset[int]
+    """Any of these ends a continuation; end-of-text is one."""
 
     def encode(self, text: str) -> np.ndarray:
         """int32 ids; a special token's spelling in `text` is ordinary text."""
@@ -42,9 +44,10 @@ class ByteTokenizer:
 
     vocab_size = 256
     end_of_text = 255
+    stop_tokens = frozenset({255})
 
     def encode(self, text: str) -> np.ndarray:
-        return np.frombuffer(_utf8(text), np.uint8).astype(np.int32)
+        return np.frombuffer(utf8(text), np.uint8).astype(np.int32)
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         return bytes(i for i in map(int, ids) if i != self.end_of_text)
@@ -63,6 +66,7 @@ class GPT2Tokenizer:
 
     vocab_size = 50257
     end_of_text = GPT2_END_OF_TEXT
+    stop_tokens = frozenset({GPT2_END_OF_TEXT})
 
     def __init__(self, ranks: dict[bytes, int]):
         import tiktoken
@@ -79,7 +83,7 @@ class GPT2Tokenizer:
         )
 
     def encode(self, text: str) -> np.ndarray:
-        return np.asarray(self._encoding.encode_ordinary(_utf8(text).decode()), np.int32)
+        return np.asarray(self._encoding.encode_ordinary(utf8(text).decode()), np.int32)
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         return self._encoding.decode_bytes([i for i in map(int, ids) if i != self.end_of_text])
@@ -96,8 +100,14 @@ def build(name: str, vocabulary: str | None = None) -> Tokenizer:
     if name == "bytes":
         return ByteTokenizer()
     if name == "gpt2":
-        return GPT2Tokenizer(read_gpt2_ranks(find_gpt2_vocabulary(vocabulary)))
-    raise ValueError(f"tokenizer must be 'bytes' or 'gpt2', got {name!r}")
+        return GPT2Tokenizer(read_ranks(find_gpt2_vocabulary(vocabulary)))
+    from kda_jax.released_tokenizers import JsonTokenizer, KimiTokenizer, find
+
+    if name == "kimi":
+        return KimiTokenizer(find("tiktoken.model", vocabulary).parent)
+    if name == "json":
+        return JsonTokenizer(find("tokenizer.json", vocabulary))
+    raise ValueError(f"tokenizer must be 'bytes', 'gpt2', 'kimi' or 'json', got {name!r}")
 
 
 def find_gpt2_vocabulary(vocabulary: str | None) -> Path:
@@ -125,20 +135,20 @@ def find_gpt2_vocabulary(vocabulary: str | None) -> Path:
     raise UserError(f"GPT-2's vocabulary (encoder.json) is missing: looked in {looked}; set data.vocabulary to the file or its directory")
 
 
-def read_gpt2_ranks(path: Path) -> dict[bytes, int]:
-    """Bytes of every token but end-of-text -> id, from GPT-2's encoder.json or from tiktoken's `base64 rank` lines."""
+def read_ranks(path: Path) -> dict[bytes, int]:
+    """Bytes of every token -> id, from tiktoken's `base64 rank` lines or from GPT-2's encoder.json, there without end-of-text."""
     try:
         if path.suffix != ".json":
             lines = (line.split() for line in path.read_text().splitlines() if line.strip())
             return {base64.b64decode(token): int(rank) for token, rank in lines}
-        byte_of = {char: byte for byte, char in _printable_bytes().items()}
+        byte_of = {char: byte for byte, char in printable_bytes().items()}
         tokens = json.loads(path.read_text(encoding="utf-8"))
         return {bytes(byte_of[c] for c in token): i for token, i in tokens.items() if i != GPT2_END_OF_TEXT}
     except (ValueError, KeyError, AttributeError) as error:
-        raise UserError(f"{path} is not a GPT-2 vocabulary: {error}") from error
+        raise UserError(f"{path} is not a vocabulary of base64 and rank, or of GPT-2: {error}") from error
 
 
-def _printable_bytes() -> dict[int, str]:
+def printable_bytes() -> dict[int, str]:
     """GPT-2's spelling of the 256 bytes: printable ones as themselves, the others as characters from 256 up."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     spelling = {byte: chr(byte) for byte in printable}
@@ -148,7 +158,7 @@ def _printable_bytes() -> dict[int, str]:
     return spelling
 
 
-def _utf8(text: str) -> bytes:
+def utf8(text: str) -> bytes:
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:

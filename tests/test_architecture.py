@@ -23,6 +23,7 @@ FORBIDDEN = {
         "kda_jax.config",
     ),
     "kda_jax/models": ("pallas_kernels", "orbax", "optax", "safetensors", "kda_jax.train", "kda_jax.config", "kda_jax.checkpoint"),
+    "kda_jax/hf": ("pallas_kernels", "torch", "transformers", "kda_jax.ops", "kda_jax.cli", "kda_jax.generate", "kda_jax.train.loop"),
     "kda_jax/train": ("kda_jax.layers.kimi_delta_attention", "pallas_kernels", "argparse", "tyro", "kda_jax.cli"),
 }
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,7 @@ def import_run(directory: str | Path, run_dir: str | Path, say: Callable[[str], 
     config = RunConfig(
         name=run_dir.absolute().name,
         model=checkpoint.config,
-        data=DataConfig(tokenizer="gpt2" if checkpoint.config.vocab_size == _GPT2_VOCABULARY else "bytes"),
+        data=_data(Path(directory), checkpoint.config.vocab_size),
         train=TrainConfig(compute_dtype="bfloat16" if narrow == {"bfloat16"} else "float32"),
     )
     params = jax.tree.map(lambda x: x.astype(jnp.float32), load(directory).params)  # a run directory holds float32 masters
@@ -52,7 +53,22 @@ def import_run(directory: str | Path, run_dir: str | Path, say: Callable[[str], 
     say(f"{type(checkpoint.config).__name__}: {size:,} parameters in {run_dir}")
 
 
-def export_run(run_dir: str | Path, directory: str | Path, *, dtype: str | None = None, say: Callable[[str], None] = print) -> None:
+def _data(directory: Path, vocab_size: int) -> DataConfig:
+    """The tokenizer that lies beside a checkpoint."""
+    for name, tokenizer in (("tiktoken.model", "kimi"), ("tokenizer.json", "json")):
+        if (directory / name).is_file():
+            return DataConfig(tokenizer=tokenizer, vocabulary=str(directory.absolute()))
+    return DataConfig(tokenizer="gpt2" if vocab_size == _GPT2_VOCABULARY else "bytes")
+
+
+def export_run(
+    run_dir: str | Path,
+    directory: str | Path,
+    *,
+    dtype: str | None = None,
+    experts: Literal["plain", "mxfp4"] = "plain",
+    say: Callable[[str], None] = print,
+) -> None:
     """Write the newest checkpoint of a run as `save` does.
 
     Raises:
@@ -60,7 +76,7 @@ def export_run(run_dir: str | Path, directory: str | Path, *, dtype: str | None 
     """
     refuse_occupied(Path(directory))
     run = load_run(run_dir, say=say)
-    save(run.model, directory, dtype=dtype)
+    save(run.model, directory, dtype=dtype, experts=experts)
     say(f"{directory}: step {run.step} of {run.config.name}")
 
 

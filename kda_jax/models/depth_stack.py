@@ -43,11 +43,14 @@ class DepthStack(Stack):
     def __call__(
         self, x: Float[Array, "B T D"], *, cache: StackCache | None = None, segment_ids: Int[Array, "B T"] | None = None
     ) -> StackOutput:
-        stream = DepthStream.start(x, self.rows)
+        stream = self.enter(x)
         if cache is not None:
             return super().__call__(stream, cache=cache, segment_ids=segment_ids)
         stream, statistics = _run(self.remat, self._parts(), stream, segment_ids)
         return StackOutput(stream, None, *in_order(*statistics))
+
+    def enter(self, x: Float[Array, "B T D"]) -> DepthStream:
+        return DepthStream.start(x, self.rows)
 
 
 def _step(remat: Remat, segment_ids: Any, stream: DepthStream, blocks: Sequence[nnx.Module], scanned: bool = False):

@@ -28,6 +28,11 @@ class Layout(NamedTuple):
     epilogue: tuple[Hashable, ...]
 
     @property
+    def depth(self) -> int:
+        """Number of layers."""
+        return len(self.prologue) + len(self.period) * self.repeats + len(self.epilogue)
+
+    @property
     def bodies(self) -> int:
         """Number of layers that the compiler sees."""
         return len(self.prologue) + len(self.period) + len(self.epilogue)
@@ -143,6 +148,10 @@ class Stack(nnx.Module):
         x, epilogue, last = run(x, self.epilogue, caches.epilogue)
         new_cache = None if cache is None else StackCache(prologue, periods, epilogue)
         return StackOutput(x, new_cache, *in_order(first, middle, last))
+
+    def enter(self, x: Float[Array, "B T D"]) -> Any:
+        """What the first block takes, of the embedding: for those who run the blocks of `layer` one by one."""
+        return x
 
     def init_cache(self, batch: int, max_len: int, dtype) -> StackCache:
         """An empty cache of every block, those of the periods stacked like their parameters."""

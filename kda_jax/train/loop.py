@@ -20,12 +20,14 @@ from kda_jax import distributed, sharding
 from kda_jax.checkpoint import Checkpoints, write_json
 from kda_jax.config import RunConfig, differences, from_dict, to_dict
 from kda_jax.errors import Interrupted, TrainingStopped, UserError
+from kda_jax.layers.moe import collect_histograms
 from kda_jax.tokenizer import Tokenizer
 from kda_jax.tokenizer import build as build_tokenizer
 from kda_jax.train.data import Batches, Corpus, load_corpus
 from kda_jax.train.evaluate import Evaluation, evaluate, make_eval_forward
 from kda_jax.train.metrics import Report, dtype_table
 from kda_jax.train.optim import make_optimizer, make_schedule
+from kda_jax.train.start import check_start, start_weights
 from kda_jax.train.state import TrainState, flatten, initial_state, shapes, split, state_shardings, with_shardings
 from kda_jax.train.step import StepMetrics, make_train_step
 
@@ -113,12 +115,18 @@ def _prepare(config: RunConfig) -> _Parts:
         )
     if config.optim.qk_clip is not None and not hasattr(config.model, "kv_lora_rank"):
         raise UserError(f"optim.qk_clip is for multi-head latent attention, which a {config.model.model_type} model has not: leave it None")
+    if config.optim.router_balance == "quantile" and not hasattr(config.model, "num_experts"):
+        raise UserError(f"optim.router_balance 'quantile' is for experts, which a {config.model.model_type} model has not")
+    if config.train.start_from is not None:
+        check_start(config.train.start_from, config.model)
     positions = getattr(config.model, "n_positions", math.inf)
     if config.data.seq_len > positions:
         raise UserError(f"data.seq_len ({config.data.seq_len}) must be at most model.n_positions ({positions})")
     try:
         schedule = make_schedule(config.optim, config.train.steps)
         model = shapes(config.model)
+        if config.optim.router_balance == "quantile":
+            collect_histograms(shapes(config.model), config.optim.router_bins)  # refuses routers that it cannot balance
     except ValueError as error:
         raise UserError(str(error)) from error
     mesh = sharding.make_mesh(config.mesh, jax.devices() if jax.process_count() > 1 else None)
@@ -163,7 +171,12 @@ def _start(parts: _Parts, checkpoints: Checkpoints, say: Any) -> TrainState:
     if restored is None:
         # Runs once: on a CPU the compiler would spend longer on optimising it than it takes.
         options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
-        return jax.jit(parts.fresh, compiler_options=options, out_shardings=parts.shardings)()
+        state = jax.jit(parts.fresh, compiler_options=options, out_shardings=parts.shardings)()
+        if config.train.start_from is None:
+            return state
+        say(f"starting from {config.train.start_from}")
+        params, buffers = start_weights(config.train.start_from, parts.mesh)
+        return state._replace(params=params, buffers=buffers)
     say(f"resuming after step {restored.meta['step']}")
     return restored.state
 

@@ -1,5 +1,6 @@
 """Learning-rate schedules, optimizers, and the rule that balances experts."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from kda_jax.config import ModelConfig, OptimConfig
 from kda_jax.layers.params import decay_mask, is_matrix
+from kda_jax.ops.routing import quantile_bias
 from kda_jax.train.muon import scale_by_muon
 from kda_jax.train.state import by_layer, flatten, splits, unflatten
 
@@ -115,3 +117,18 @@ def update_router_biases(buffers: dict, counts: Int[Array, "layers E"], config: 
     biases = {name: leaf for name, leaf in flat.items() if name.endswith("e_score_correction_bias")}
     updates = by_layer(biases, router_bias_update(counts, config.router_bias_rate, config.center_router_bias))
     return unflatten(buffers, flat | {name: biases[name] + update for name, update in updates.items()})
+
+
+def balance_by_quantiles(buffers: dict, histogram: Int[Array, "layers E bins"], top_k: int) -> dict:
+    """Put every `e_score_correction_bias` where `ops.quantile_bias` says.
+
+    Args:
+        buffers: as in `update_router_biases`.
+        histogram: in the order of the layers, as `ModelOutput.aux["router_histogram"]`, of all tokens of the step.
+        top_k: experts per token.
+    """
+    flat = flatten(buffers)
+    biases = {name: leaf for name, leaf in flat.items() if name.endswith("e_score_correction_bias")}
+    one = functools.partial(quantile_bias, top_k=top_k)
+    new = {name: (jax.vmap(one) if own.ndim == 3 else one)(own, biases[name]) for name, own in by_layer(biases, histogram).items()}
+    return unflatten(buffers, flat | new)

@@ -11,10 +11,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kda_jax import sharding
 from kda_jax.config import RunConfig
-from kda_jax.layers import limit_experts
+from kda_jax.layers import collect_histograms, limit_experts
 from kda_jax.layers.params import cast
 from kda_jax.train.data import Batch
-from kda_jax.train.optim import Schedule, update_router_biases
+from kda_jax.train.optim import Schedule, balance_by_quantiles, update_router_biases
 from kda_jax.train.qk_clip import clip_query_keys
 from kda_jax.train.state import TrainState, merge
 
@@ -28,6 +28,8 @@ class Sums(NamedTuple):
     """Tokens sent to each expert; None for a model without experts."""
     max_logits: Float[Array, "layers H"] | None
     """Largest logit of each attention head; None for a model that reports none. This one is a maximum."""
+    router_histogram: Int[Array, "layers E bins"] | None = None
+    """What `optim.router_balance = "quantile"` needs; None where it is not asked for."""
     dropped: Int[Array, "layers"] | None = None
     """Choices of experts that were full; None without a capacity."""
 
@@ -78,14 +80,21 @@ def next_token_loss(
     return jnp.sum(jnp.where(predicted, nats, 0.0)), jnp.sum(predicted, dtype=jnp.int32)
 
 
-def make_forward(graphdef: nnx.GraphDef, compute_dtype: str, expert_capacity: float | None = None) -> Callable[[dict, dict, Batch], Sums]:
-    """The loss of a batch as a function of (params, buffers, batch); parameters are cast to `compute_dtype` by name."""
+def make_forward(
+    graphdef: nnx.GraphDef, compute_dtype: str, *, router_bins: int | None = None, expert_capacity: float | None = None
+) -> Callable[[dict, dict, Batch], Sums]:
+    """The loss of a batch as a function of (params, buffers, batch); parameters are cast to `compute_dtype` by name.
+
+    `router_bins` asks for histograms of that many bins from the routers, `expert_capacity` limits the experts.
+    """
 
     def forward(params: dict, buffers: dict, batch: Batch) -> Sums:
         model = merge(graphdef, cast(params, jnp.dtype(compute_dtype)), buffers)
+        if router_bins is not None:
+            collect_histograms(model, router_bins)
         limit_experts(model, expert_capacity)
         out = model(batch.tokens[:, :-1], segment_ids=batch.segment_ids[:, :-1])
-        return Sums(*next_token_loss(out.logits, *batch), *(out.aux.get(name) for name in ("expert_counts", "max_logits", "dropped")))
+        return Sums(*next_token_loss(out.logits, *batch), *map(out.aux.get, ("expert_counts", "max_logits", "router_histogram", "dropped")))
 
     return forward
 
@@ -105,7 +114,8 @@ def make_train_step(
     Args:
         shardings: of the state, from `state_shardings`, where there is a mesh; call the step under `jax.set_mesh` then.
     """
-    forward = make_forward(graphdef, config.train.compute_dtype, config.train.expert_capacity)
+    bins = config.optim.router_bins if config.optim.router_balance == "quantile" else None
+    forward = make_forward(graphdef, config.train.compute_dtype, router_bins=bins, expert_capacity=config.train.expert_capacity)
     parts = config.train.micro_batches
 
     def objective(params: dict, buffers: dict, batch: Batch) -> tuple[Array, Sums]:
@@ -140,7 +150,9 @@ def make_train_step(
         if config.optim.qk_clip is not None:
             params = clip_query_keys(params, sums.max_logits, config.optim.qk_clip)
         buffers = state.buffers
-        if sums.expert_counts is not None and config.optim.router_bias_rate:
+        if bins is not None:
+            buffers = balance_by_quantiles(buffers, sums.router_histogram, config.model.num_experts_per_token)
+        elif sums.expert_counts is not None and config.optim.router_bias_rate:
             buffers = update_router_biases(buffers, sums.expert_counts, config.optim)
 
         metrics = _metrics(grads, sums, tokens, rate)

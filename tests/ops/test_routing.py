@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kda_jax import ops
 from kda_jax.ops.routing import expert_counts, route
 
 LOGITS = jnp.array([[2.0, 1.0, 0.0, -1.0]])
@@ -71,3 +72,42 @@ def test_misfits_are_named():
         route(LOGITS, top_k=5, renormalize=True, scaling_factor=1.0)
     with pytest.raises(ValueError, match="num_groups=3"):
         route(LOGITS, top_k=1, renormalize=True, scaling_factor=1.0, num_groups=3)
+
+
+def test_bias_histogram_and_its_quantile():
+    """Quantile Balancing (Kimi K3, appendices C and D) against NumPy: counts per bin, the quantile to a bin's width, parts that add up."""
+    N, E, k, bins = 400, 6, 2, 50
+    rng = np.random.default_rng(0)
+    logits, bias = (
+        rng.normal(size=(N, E)).astype(np.float32) + np.linspace(-2, 2, E, dtype=np.float32),
+        rng.normal(size=E).astype(np.float32),
+    )
+    scores = 1 / (1 + np.exp(-logits))
+    cutoff = np.sort(scores + bias, axis=-1)[:, -k - 1]
+    r = cutoff[:, None] - scores
+    edges = np.linspace(bias.min() - 1, bias.max() + 1, bins + 1)
+    valid = np.arange(N) % 5 != 0
+    found = ops.bias_histogram(jnp.asarray(logits), jnp.asarray(bias), jnp.asarray(valid), top_k=k, bins=bins)
+    wanted = np.stack([np.histogram(r[valid, j], edges)[0] for j in range(E)])
+    assert np.abs(np.asarray(found) - wanted).sum() <= 4  # a value on an edge may fall on either side
+    assert np.all(np.asarray(found).sum(-1) == valid.sum())
+    halves = [
+        ops.bias_histogram(*map(jnp.asarray, (logits[part], bias, valid[part])), top_k=k, bins=bins) for part in (slice(200), slice(200, N))
+    ]
+    np.testing.assert_array_equal(halves[0] + halves[1], found)
+
+    new = np.asarray(ops.quantile_bias(found, jnp.asarray(bias), k))
+    exact = np.quantile(r[valid], k / E, axis=0)
+    width = edges[1] - edges[0]
+    assert np.abs(new - (exact - exact.mean())).max() < width
+    chosen = np.argsort(-(scores + new), axis=-1)[valid, :k]
+    before = np.argsort(-(scores + bias), axis=-1)[valid, :k]
+    spread = lambda chosen: np.ptp(np.bincount(chosen.ravel(), minlength=E))
+    assert spread(chosen) < 0.25 * spread(before)
+
+
+def test_quantile_bias_without_tokens_and_without_a_choice():
+    bias = jnp.array([0.5, -0.25])
+    np.testing.assert_array_equal(ops.quantile_bias(jnp.zeros((2, 10), jnp.int32), bias, 1), bias)
+    with pytest.raises(ValueError, match="top_k is 2 of 2 experts"):
+        ops.bias_histogram(jnp.zeros((3, 2)), bias, top_k=2)
