@@ -10,10 +10,14 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from tiny import GPT2, run_config
 
-from kda_jax.checkpoint import Checkpoints, fingerprints, load_run, step_directories
+from kda_jax.checkpoint import Checkpoints, fingerprints, load, load_run, step_directories
+from kda_jax.config import to_dict
 from kda_jax.errors import TrainingStopped, UserError
-from kda_jax.train.state import TrainState, flatten, unflatten
+from kda_jax.layers.params import cast
+from kda_jax.sharding import MeshConfig, make_mesh
+from kda_jax.train.state import TrainState, flatten, initial_state, split, unflatten
 
 META = {"step": 0, "config": {}}
 
@@ -214,3 +218,35 @@ def test_load_wants_a_run_directory(tmp_path, kind):
         (path / "config.json").write_text(json.dumps({}))
     with pytest.raises(UserError, match="no complete checkpoint" if kind == "no checkpoint" else "is not a run directory"):
         load_run(path)
+
+
+def test_damaged_on_one_mesh_skipped_on_another(tmp_path):
+    """R127 R132: a shard that cannot be read, or has changed, is noticed on whatever mesh the checkpoint is read."""
+    run = Run(tmp_path)
+    for step in (1, 2, 3):
+        run.checkpoints.save(on_mesh(make_state(step), (4, 2)), META | {"step": step}, None)
+    run.checkpoints.close()
+    cut_a_file(tmp_path / "checkpoints" / "3")
+    flip_a_bit(tmp_path / "checkpoints" / "2")
+    target = on_mesh(make_state(0), (2, 4))
+    restored = run.restore(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), target))
+    assert_equal(restored.state, make_state(1))
+    assert [line.partition(":")[0].rpartition("/")[2] for line in run.said] == ["3", "2"]
+
+
+@pytest.mark.parametrize("mesh", [None, MeshConfig(fsdp=4, tensor=2), MeshConfig(fsdp=2, context=2)], ids=str)
+def test_loads_in_another_dtype_on_any_mesh(tmp_path, mesh):
+    """The float32 masters, or on request the same rounded once, bit for bit on every mesh."""
+    config = run_config(tmp_path, GPT2)
+    state = jax.jit(lambda: initial_state(GPT2, optax.identity(), 0))()
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "config.json").write_text("{}")
+    checkpoints = Checkpoints(tmp_path, keep=1, on_failure="stop", say=print)
+    checkpoints.save(state, {"step": 0, "config": to_dict(config)}, None)
+    checkpoints.close()
+    devices = None if mesh is None else make_mesh(mesh, jax.devices()[: mesh.size])
+    for dtype in (None, jnp.bfloat16):
+        _, params, _ = split(load(tmp_path, dtype=dtype, mesh=devices))
+        assert_equal(params, state.params if dtype is None else cast(state.params, dtype))
+        if mesh is not None:
+            assert len(params["wte"]["embedding"].sharding.device_set) == mesh.size
