@@ -35,22 +35,29 @@ class Tensor(NamedTuple):
     def __getitem__(self, at: At) -> np.ndarray:
         """The rows that are asked for are read, and columns that are not are cut off."""
         if not self.shape:
-            return self._rows(0, 1).reshape(())
+            return self._rows(np.empty(1, self.dtype), 0).reshape(())
         start, stop, _ = at[0].indices(self.shape[0])
-        return self._rows(start, stop)[(slice(None), *at[1:])]
+        return self._rows(np.empty((stop - start, *self.shape[1:]), self.dtype), start)[(slice(None), *at[1:])]
 
-    def _rows(self, start: int, stop: int) -> np.ndarray:
-        """Read without a map of the file: what has been read leaves no trace in memory."""
-        rows = np.empty((stop - start, *self.shape[1:]), self.dtype)
-        width = self.dtype.itemsize * math.prod(self.shape[1:])
-        view, at = memoryview(rows.reshape(-1).view(np.uint8)), self.offset + start * width
+    def read(self, to: np.ndarray, at: At) -> bool:
+        """Read whole rows into `to`; False, and nothing read, if columns are left out or `to` has gaps."""
+        whole = all(part.indices(n)[:2] == (0, n) for part, n in zip(at[1:], self.shape[1:], strict=True))
+        if not self.shape or not whole or not to.flags.c_contiguous:
+            return False
+        self._rows(to, at[0].indices(self.shape[0])[0])
+        return True
+
+    def _rows(self, to: np.ndarray, start: int) -> np.ndarray:
+        """`to` filled from row `start` on, without a map of the file: what has been read leaves no trace in memory."""
+        view = memoryview(to.reshape(-1).view(np.uint8))
+        at = self.offset + start * self.dtype.itemsize * math.prod(self.shape[1:])
         with _open(self.file) as file:
             while view:
                 done = os.preadv(file.fileno(), [view], at)
                 if not done:
                     raise BadTensor(f"{self.file.name} ends inside {self.name}")
                 view, at = view[done:], at + done
-        return rows
+        return to
 
 
 def _open(path: Path):

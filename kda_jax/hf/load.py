@@ -55,8 +55,8 @@ class Checkpoint(NamedTuple):
 def load(directory: str | Path, *, dtype: Any = None, shardings: Mapping[str, jax.sharding.Sharding] | None = None) -> Loaded:
     """The configuration and the arrays of a checkpoint in Hugging Face form: GPT-2, Kimi Linear or Kimi K3 (text).
 
-    Tensors are read each into its place in the array (or the part of the array) that a device holds, a few rows at a time; next to what
-    is loaded, memory holds one part. Packed experts (MXFP4) become bfloat16.
+    Tensors are read each into its place in the array (or the part of the array) that a device holds, by several threads; next to what is
+    loaded, memory holds one part. Packed experts (MXFP4) become bfloat16.
 
     Args:
         directory: config.json and safetensors files, with an index or without.
@@ -209,23 +209,24 @@ def _read_all(checkpoint: Checkpoint, dtype: Any, shardings: Mapping[str, jax.sh
 def _read(checkpoint: Checkpoint, path: str, shape: tuple[int, ...], dtype: Any, sharding: jax.sharding.Sharding | None) -> Array:
     """One of our arrays. A part that several devices hold is read once."""
     if sharding is None:
-        return jax.device_put(_part(checkpoint, path, shape, dtype, tuple(slice(0, n) for n in shape)))
+        return jax.device_put(_part(checkpoint, path, shape, tuple(slice(0, n) for n in shape))).astype(dtype)
     holders: dict[tuple, list[jax.Device]] = {}
     for device, at in sharding.addressable_devices_indices_map(shape).items():
         bounds = tuple(part.indices(n)[:2] for part, n in zip(at, shape, strict=True))
         holders.setdefault(bounds, []).append(device)
     pieces = []
     for bounds, devices in holders.items():
-        part = _part(checkpoint, path, shape, dtype, tuple(slice(*pair) for pair in bounds))
-        pieces += [jax.device_put(part, device) for device in devices]
+        part = _part(checkpoint, path, shape, tuple(slice(*pair) for pair in bounds))
+        pieces += [jax.device_put(part, device).astype(dtype) for device in devices]
     return jax.make_array_from_single_device_arrays(shape, sharding, pieces)
 
 
-def _part(checkpoint: Checkpoint, path: str, shape: tuple[int, ...], dtype: Any, at: tuple[slice, ...]) -> np.ndarray:
-    """The part `at` of one of our arrays; its tensors are read by several threads."""
+def _part(checkpoint: Checkpoint, path: str, shape: tuple[int, ...], at: tuple[slice, ...]) -> np.ndarray:
+    """The part `at` of one of our arrays, in the dtype of the files, as a view of what lies there; its tensors are read by several threads."""
     names, tensor = checkpoint.sources[path]
     lead, rest = at[: names.ndim], at[names.ndim :]
-    part = _aligned([s.stop - s.start for s in at], np.dtype(dtype))
+    dtype = np.result_type(*{checkpoint.tensors[name].dtype for name in names.flat})
+    part = _aligned([*(s.stop - s.start for s in lead), *tensor.form.room(rest)], dtype)
 
     def fill(index: tuple[int, ...], name: str) -> None:
         tensor.form.fill(part[index] if index else part, checkpoint.tensors[name], shape[names.ndim :], rest)
@@ -233,7 +234,7 @@ def _part(checkpoint: Checkpoint, path: str, shape: tuple[int, ...], dtype: Any,
     with ThreadPoolExecutor(_THREADS) as threads:
         for done in [threads.submit(fill, index, name) for index, name in np.ndenumerate(names[lead])]:
             done.result()
-    return part
+    return tensor.form.view(part)
 
 
 def _aligned(shape: Sequence[int], dtype: np.dtype, boundary: int = 64) -> np.ndarray:
