@@ -24,6 +24,8 @@ SMALL = {
         "steps, batch_size, seq_len": "12, 4, 64",
         "new_tokens": "8",
     },
+    "04_hybrid_cache": {"contexts": "256, 16384", "layers, width, repeats": "2, 64, 8"},
+    "06_import_checkpoint": {},
 }
 
 
