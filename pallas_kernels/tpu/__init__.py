@@ -1,5 +1,7 @@
-"""TPU kernels: the recurrence, forward and backward, for every decay with and without the delta rule."""
+"""TPU kernels: the recurrence, forward and backward, for every decay with and without the delta rule; and a few tokens in place."""
 
-from pallas_kernels.tpu.recurrence import NO_TOKEN, chunk_kda_from_logits, chunk_recurrence
+from pallas_kernels.tpu.decode import decode
+from pallas_kernels.tpu.recurrence import NO_TOKEN, chunk_kda_from_logits, chunk_recurrence, chunk_states
+from pallas_kernels.tpu.tiles import refusal as vmem_refusal
 
-__all__ = ["NO_TOKEN", "chunk_kda_from_logits", "chunk_recurrence"]
+__all__ = ["NO_TOKEN", "chunk_kda_from_logits", "chunk_recurrence", "chunk_states", "decode", "vmem_refusal"]

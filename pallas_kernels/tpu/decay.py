@@ -21,12 +21,18 @@ HALVES = (1, 2, 4, 8)  # half block sizes of the binary hierarchy below a strip
 
 
 class Operands(NamedTuple):
-    """One head. Lists hold one [STRIP, K] array per strip of the chunk. The state S is [V, K]; None where the kind has no such operand."""
+    """One head. Lists hold one [STRIP, K] array per strip of the chunk. The state S is [V, K]; None where the kind has no such operand.
+
+    Decays per channel are inside the operands. Decays per head are one factor per token: they stay outside, on the products, and q and k
+    meet the matrix unit as they came.
+    """
 
     q_state: list[jax.Array]  # queries as they read the state at the chunk's start
     k_state: list[jax.Array] | None  # keys as they read it (delta rule)
     tail: list[jax.Array]  # keys as they write to the state at the chunk's end
     total: jax.Array | None  # [1, K] or [1, 1], what remains of the state
+    into: jax.Array | None  # "head": [C, 1], decay from the chunk's start to each token
+    outof: jax.Array | None  # "head": [C, 1], decay from each token to the chunk's end
     q_row: list[jax.Array]  # queries and keys decayed since their strip began; bounded: times SHIFT, and columns divided by it
     k_row: list[jax.Array] | None
     columns: list[
@@ -97,14 +103,13 @@ def channel_operands(plan: Plan, local: tuple[jax.Array, jax.Array], q: jax.Arra
         k_state = [x * c for x, c in zip(k_state, into, strict=True)] if plan.delta else None
         current = [x * c for x, c in zip(current, outof, strict=True)]
         before = before * into[-1][STRIP - 1 :]
-    return Operands(q_state, k_state, current, before, q_row, k_row, columns, levels)
+    return Operands(q_state, k_state, current, before, None, None, q_row, k_row, columns, levels)
 
 
 def scalar_operands(plan: Plan, q: jax.Array, k: jax.Array, prefix: jax.Array | None, suffix: jax.Array | None) -> Operands:
     """Decay "none" (prefix None), or "head" with prefix, suffix [C, 1]: decays up to and including a token, and after it."""
-    if prefix is None:
-        return Operands([q], [k] if plan.delta else None, [k], None, [], None, [], [])
-    return Operands([q * prefix], [k * prefix] if plan.delta else None, [k * suffix], prefix[plan.C - 1 :], [], None, [], [])
+    total = None if prefix is None else prefix[plan.C - 1 :]
+    return Operands([q], [k] if plan.delta else None, [k], total, prefix, suffix, [], None, [], [])
 
 
 def head_matrix(plan: Plan, prefix: tuple[jax.Array, jax.Array], g: list[jax.Array]) -> jax.Array:
@@ -114,9 +119,9 @@ def head_matrix(plan: Plan, prefix: tuple[jax.Array, jax.Array], g: list[jax.Arr
     return exp2(sums(plan, *prefix, spans))
 
 
-def raw_scores(plan: Plan, q: list[jax.Array], k: list[jax.Array], kk: bool) -> Scores:
-    """Unmasked q . k and, if asked, k . k of a pack."""
-    s = dot(plan, jnp.concatenate(q + k if kk else q, 0), jnp.concatenate(k, 0), (1, 1))
+def raw_scores(plan: Plan, q: list[jax.Array], k: list[jax.Array], columns: list[jax.Array], kk: bool) -> Scores:
+    """Unmasked q . columns and, if asked, k . columns of a pack."""
+    s = dot(plan, jnp.concatenate(q + k if kk else q, 0), jnp.concatenate(columns, 0), (1, 1))
     N, C = plan.N, plan.C
     return Scores(s[:N], to_lanes(plan, [s[N + p * C : N + (p + 1) * C] for p in range(plan.pack)]) if kk else None)
 
@@ -128,7 +133,7 @@ def mask_scores(plan: Plan, scores: Scores) -> Scores:
 
 def scalar_scores(plan: Plan, q: list[jax.Array], k: list[jax.Array], matrix: jax.Array | None, kk: bool) -> Scores:
     """Masked scores of a pack, times the decay matrix (lane form) of kind "head"."""
-    raw = raw_scores(plan, q, k, kk)
+    raw = raw_scores(plan, q, k, k, kk)
     if matrix is not None:
         raw = Scores(raw.qk * jnp.concatenate([matrix] * plan.pack, 0), raw.kk * matrix if kk else None)
     return mask_scores(plan, raw)
@@ -138,26 +143,29 @@ def strip_columns(plan: Plan, operands: list[Operands], b: int) -> jax.Array:
     """[N, K]: the keys that strip b's rows meet, zeros where it meets none."""
     rows = []
     for op in operands:
-        rows += [c.astype(plan.operand) for c in op.columns[b]]
+        rows += op.columns[b]
         missing = plan.C - STRIP * len(op.columns[b])
         if missing:
-            rows.append(jnp.zeros((missing, plan.K), plan.operand))
+            rows.append(jnp.zeros((missing, plan.K), jnp.float32))
     return jnp.concatenate(rows, 0)
 
 
 def channel_scores(plan: Plan, operands: list[Operands], kk: bool) -> Scores:
-    """Masked scores of a pack under channel decays.
+    """Masked scores of a pack under channel decays; rows are rounded, columns are not.
+
+    Many rows meet a column, whose rounding they share: with repeated keys the solve would add it up.
 
     Strip by strip: the rows of strip b meet the earlier strips' keys decayed to the start of b. Inside a strip the bounded kind divides by
     the prefix; the general kind pairs the halves of every 2, 4, 8 and 16 rows (a row of the later half carries the decay since that half
     began, a key of the earlier one the decay to that half's end).
     """
     P, B, kinds = plan.pack, plan.C // STRIP, 1 + kk
+    once = lambda x: x.astype(plan.operand)
     q_rows, k_rows = [[] for _ in range(P)], [[] for _ in range(P)]
     for b in range(B):
         if operands[0].columns[b]:
-            lhs = jnp.concatenate([x[b].astype(plan.operand) for op in operands for x in (op.q_row, op.k_row)[:kinds]], 0)
-            s = dot(plan, lhs, strip_columns(plan, operands, b), (1, 1))
+            lhs = jnp.concatenate([x[b] for op in operands for x in (op.q_row, op.k_row)[:kinds]], 0)
+            s = dot(plan, once(lhs), strip_columns(plan, operands, b), (1, 1))
         else:
             s = jnp.zeros((kinds * P * STRIP, plan.N), jnp.float32)
         for p in range(P):
@@ -169,7 +177,8 @@ def channel_scores(plan: Plan, operands: list[Operands], kk: bool) -> Scores:
         return scores
     qk, kk_lanes = scores
     for n, s in enumerate(HALVES):
-        level = raw_scores(plan, *(list(x) for x in zip(*[op.levels[n] for op in operands], strict=True)), kk)
+        q, k = zip(*[op.levels[n] for op in operands], strict=True)
+        level = raw_scores(plan, [once(x) for x in q], [once(x) for x in k], list(k), kk)
         qk = jnp.where(level_mask(plan, s, plan.N), level.qk, qk)
         kk_lanes = jnp.where(level_mask(plan, s, plan.C), level.kk, kk_lanes) if kk else None
     return Scores(qk, kk_lanes)
@@ -186,7 +195,6 @@ def level_mask(plan: Plan, half: int, rows: int) -> jax.Array:
 
 def score_gradients(plan: Plan, rows: jax.Array, columns: jax.Array, d: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Gradients of rows [R, K] and columns [S, K] of a product whose entries [R, S] have gradients d."""
-    d = d.astype(plan.operand)
     return dot(plan, d, columns), dot(plan, d, rows, (0, 0))
 
 
@@ -194,7 +202,7 @@ def channel_score_gradients(plan: Plan, operands: list[Operands], d: jax.Array) 
     """d [N or 2N, N], masked: gradients of q . k over those of k . k, block form. State operands are left None."""
     P, B, N, C = plan.pack, plan.C // STRIP, plan.N, plan.C
     kinds = 1 + plan.delta
-    out = [Operands(None, None, None, None, [], [] if plan.delta else None, [], []) for _ in range(P)]
+    out = [Operands(None, None, None, None, None, None, [], [] if plan.delta else None, [], []) for _ in range(P)]
     for b in range(B):
         if not operands[0].columns[b]:
             for o, op in zip(out, operands, strict=True):
@@ -203,7 +211,7 @@ def channel_score_gradients(plan: Plan, operands: list[Operands], d: jax.Array) 
                 if plan.delta:
                     o.k_row.append(jnp.zeros_like(op.k_row[b]))
             continue
-        rows = jnp.concatenate([x[b].astype(plan.operand) for op in operands for x in (op.q_row, op.k_row)[:kinds]], 0)
+        rows = jnp.concatenate([x[b] for op in operands for x in (op.q_row, op.k_row)[:kinds]], 0)
         part = jnp.concatenate([d[n * N + p * C + b * STRIP :][:STRIP] for p in range(P) for n in range(kinds)], 0)
         d_rows, d_columns = score_gradients(plan, rows, strip_columns(plan, operands, b), part)
         for p, o in enumerate(out):
@@ -215,6 +223,7 @@ def channel_score_gradients(plan: Plan, operands: list[Operands], d: jax.Array) 
         q, k = ([op.levels[n][i] for op in operands] for i in (0, 1))
         mask = level_mask(plan, s, N)
         part = jnp.concatenate([jnp.where(mask, d[i * N : (i + 1) * N], 0.0) for i in range(kinds)], 0)
+        q, k = ([x.astype(plan.operand) for x in xs] for xs in (q, k))
         d_rows, d_keys = score_gradients(plan, jnp.concatenate((q + k)[: kinds * P], 0), jnp.concatenate(k, 0), part)
         d_q, d_k = split_rows(d_rows[:N], C), split_rows(d_keys, C)
         if plan.delta:

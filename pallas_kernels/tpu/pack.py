@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.tpu import decay as D
-from pallas_kernels.tpu.plan import Plan, exp2, log2_decay, softplus, sums
+from pallas_kernels.tpu.plan import Plan, exp2, log2_decay, rows, softplus, sums
 
 
 class HeadDecays(NamedTuple):
@@ -37,7 +37,7 @@ class Prepared(NamedTuple):
     """A pack as its scores need it."""
 
     operands: list[D.Operands]
-    q: list[jax.Array]  # undecayed (normalised) q and k: kinds "none" and "head"
+    q: list[jax.Array]  # undecayed q and k: kinds "none" and "head"
     k: list[jax.Array]
     matrix: jax.Array | None  # decay matrix [C, N] of kind "head"
     diagonal: list[jax.Array]  # q . k of each token [C, 1]: decays per channel
@@ -53,7 +53,7 @@ def head_decays(plan: Plan, constant, g: jax.Array) -> HeadDecays:
 def sequence_cut(plan: Plan, constant, reset: jax.Array) -> Cut:
     """reset [C, 1]: 0, or -inf where a sequence starts."""
     decays = head_decays(plan, constant, reset)
-    return Cut(decays, D.head_matrix(plan, (constant["prefix"][...], constant["prefix_t"][...]), [decays.log] * plan.pack))
+    return Cut(decays, head_matrix(plan, constant, [decays.log] * plan.pack))
 
 
 def log_decay(plan: Plan, g: jax.Array | Logits) -> jax.Array:
@@ -64,17 +64,18 @@ def log_decay(plan: Plan, g: jax.Array | Logits) -> jax.Array:
     return plan.gate * jax.nn.sigmoid(g.rate * x) if plan.gate else -g.rate * softplus(x)
 
 
-def l2_normalize(x: jax.Array) -> jax.Array:
-    return x * jax.lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + 1e-6)
+def inverse_norm(x: jax.Array) -> jax.Array:
+    """[C, K] -> [C, 1]: 1 / sqrt(sum x^2 + 1e-6)."""
+    x = x.astype(jnp.float32)
+    return jax.lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + 1e-6)
 
 
 def prepare(plan: Plan, constant, cut: Cut | None, q: list[jax.Array], k: list[jax.Array], g) -> Prepared:
-    """q, k: lists of [C, K]; g: list of [C, K] natural log decays, Logits, HeadDecays or None. Differentiable."""
-    if plan.normalize:
-        q, k = ([l2_normalize(x.astype(jnp.float32)) for x in xs] for xs in (q, k))
+    """q, k: lists of [C, K], float32 where decays are per channel; g: list of [C, K] natural log decays, Logits, HeadDecays or None.
+
+    Differentiable in everything for decays per channel, in g for others."""
     if plan.channel:
         local = constant["local"][...], constant["local_t"][...]
-        q, k = ([x.astype(jnp.float32) for x in xs] for xs in (q, k))
         operands = [
             D.channel_operands(plan, local, qi, ki, log2_decay(log_decay(plan, gi)), cut) for qi, ki, gi in zip(q, k, g, strict=True)
         ]
@@ -82,8 +83,11 @@ def prepare(plan: Plan, constant, cut: Cut | None, q: list[jax.Array], k: list[j
     if plan.decay == "none":
         return Prepared([D.scalar_operands(plan, qi, ki, None, None) for qi, ki in zip(q, k, strict=True)], q, k, None, [])
     operands = [D.scalar_operands(plan, qi, ki, gi.prefix, gi.suffix) for qi, ki, gi in zip(q, k, g, strict=True)]
-    matrix = D.head_matrix(plan, (constant["prefix"][...], constant["prefix_t"][...]), [gi.log for gi in g])
-    return Prepared(operands, q, k, matrix, [])
+    return Prepared(operands, q, k, head_matrix(plan, constant, [gi.log for gi in g]), [])
+
+
+def head_matrix(plan: Plan, constant, log: list[jax.Array]) -> jax.Array:
+    return D.head_matrix(plan, (constant["prefix"][...], constant["prefix_t"][...]), log)
 
 
 def scores(plan: Plan, ready: Prepared, cut: Cut | None, kk: bool) -> D.Scores:
@@ -115,7 +119,3 @@ def times_diagonal(plan: Plan, ready: Prepared, x: jax.Array) -> jax.Array:
     if not ready.diagonal:
         return 0.0
     return rows([d * x[p * plan.C : (p + 1) * plan.C].astype(jnp.float32) for p, d in enumerate(ready.diagonal)])
-
-
-def rows(parts: list[jax.Array]) -> jax.Array:
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, 0)

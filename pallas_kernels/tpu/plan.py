@@ -20,24 +20,26 @@ from jax import lax
 LANES = 128
 STRIP = 16  # rows of a diagonal block whose decays share one anchor
 LOG2E = math.log2(math.e)
-TINY = 1.0e-30  # stands for beta = 0 where gradients are wanted, so that the prediction error y / beta exists
+TINY = 1.0e-24  # stands for beta = 0 where gradients are wanted, so that the prediction error y / beta exists
 ZERO_LOG2 = -1.0e4  # log2 of a decay that is exactly zero: 2**-1e4 is 0 in float32, and sums of it stay finite
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """One kernel and its grid step: `heads` value heads of `C` tokens, `pack` heads side by side, `group` value heads per query head."""
+    """Both kernels of a call and their grid steps: so many value heads of `C` tokens, `pack` heads side by side, `group` value heads per
+    query head."""
 
     decay: str  # "none" | "head" | "channel" | "bounded" (per channel and never below -5 in natural log)
     delta: bool
     C: int
     K: int
     V: int
-    heads: int
+    heads: int  # of a step of the kernel at hand: the forward, until the backward takes its own number
+    backward_heads: int
     pack: int
     group: int
     scale: float
-    normalize: bool  # L2-normalise q and k in the kernel
+    normalize: bool  # L2-normalise q and k, as one factor per token that meets their products
     reset: bool  # decays per channel with sequence starts given apart, as decays "head" of 0 or -inf
     gate: float | None  # the kernel computes g from logits: its lower bound, or 0.0 for the softplus form
     exact: bool  # float32 operands (six MXU passes) instead of bfloat16
@@ -52,38 +54,58 @@ class Plan:
         return self.decay in ("channel", "bounded")
 
     @property
+    def saved_terms(self) -> int:
+        """Terms of a saved state or inverse; they lie side by side in lanes."""
+        return 1 if self.exact else 2
+
+    @property
     def operand(self):
         return jnp.float32 if self.exact else jnp.bfloat16
 
 
-def dot(plan: Plan, x: jax.Array, y: jax.Array, contract: tuple[int, int] = (1, 0)) -> jax.Array:
-    """x . y over the named axes with float32 accumulation; operands are cast to the plan's operand type here and nowhere else."""
-    precision = lax.Precision.HIGHEST if plan.exact else lax.Precision.DEFAULT
-    dims = (((contract[0],), (contract[1],)), ((), ()))
-    return lax.dot_general(x.astype(plan.operand), y.astype(plan.operand), dims, precision=precision, preferred_element_type=jnp.float32)
+Terms = jax.Array | tuple[jax.Array, ...]  # an array, or bfloat16 arrays of which it is the sum
 
 
-def split_sum(plan: Plan, weights: jax.Array, x: jax.Array) -> jax.Array:
-    """weights @ x for a 0/1 matrix and float32 x, x split in two bfloat16 terms (relative error 2**-17).
-
-    Zeros and ones are exact in bfloat16, so only x needs splitting; one bfloat16 pass would put percent-level errors on decays.
-    """
-    if plan.exact:
-        return dot(plan, weights, x)
+def terms(plan: Plan, x: Terms) -> tuple[jax.Array, ...]:
+    """What a product takes of x: bfloat16 as it is, float32 as the sum of two bfloat16 arrays (relative error 2**-17)."""
+    if isinstance(x, tuple):
+        return x
+    if plan.exact or x.dtype == jnp.bfloat16:
+        return (x.astype(plan.operand),)
     high = x.astype(jnp.bfloat16)
-    low = (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
-    return dot(plan, jnp.concatenate([weights, weights], 1), jnp.concatenate([high, low], 0))
+    return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
+
+
+def dot(plan: Plan, x: Terms, y: Terms, contract: tuple[int, int] = (1, 0)) -> jax.Array:
+    """x . y over the named axes with float32 sums. A bfloat16 operand is taken as it is, a float32 one in two terms.
+
+    Where one pass is enough the caller rounds the operand. The passes are one product with a longer contraction: hi hi + lo hi + hi lo.
+    """
+    xs, ys = terms(plan, x), terms(plan, y)
+    pairs = [(a, b) for i, a in enumerate(xs) for j, b in enumerate(ys) if i + j < 2]
+    x, y = (rows([pair[side] for pair in pairs], contract[side]) for side in (0, 1))
+    precision = lax.Precision.HIGHEST if plan.exact else lax.Precision.DEFAULT
+    return lax.dot_general(x, y, (((contract[0],), (contract[1],)), ((), ())), precision=precision, preferred_element_type=jnp.float32)
+
+
+def round_once(plan: Plan, x: jax.Array) -> jax.Array:
+    """One term where decays per channel have rounded operands already. Decays per head leave q and k exact: there it would show."""
+    return x.astype(plan.operand) if plan.channel else x
+
+
+def rows(parts: list[jax.Array], axis: int = 0) -> jax.Array:
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def sums(plan: Plan, weights: jax.Array, transposed: jax.Array, x: jax.Array) -> jax.Array:
-    """weights [R, C] @ x [C, K]; the gradient of x is a sum of the same precision."""
-    return split_sum(plan, weights, x)
+    """weights [R, C] @ x [C, K] for a 0/1 matrix and float32 x; the gradient of x is a sum of the same precision."""
+    return dot(plan, weights, x)
 
 
 sums.defvjp(
-    lambda plan, weights, transposed, x: (split_sum(plan, weights, x), transposed),
-    lambda plan, transposed, d: (None, None, split_sum(plan, transposed, d)),
+    lambda plan, weights, transposed, x: (dot(plan, weights, x), transposed),
+    lambda plan, transposed, d: (None, None, dot(plan, transposed, d)),
 )
 
 
@@ -119,13 +141,22 @@ def split_rows(x: jax.Array, rows: int) -> list[jax.Array]:
     return [x[i : i + rows] for i in range(0, x.shape[0], rows)]
 
 
+def side_by_side(x: tuple[jax.Array, ...]) -> jax.Array:
+    return rows(list(x), 1)
+
+
+def saved(plan: Plan, x: jax.Array) -> tuple[jax.Array, ...]:
+    """The terms of a saved state or inverse."""
+    width = x.shape[1] // plan.saved_terms
+    return tuple(x[:, i * width : (i + 1) * width] for i in range(plan.saved_terms))
+
+
 split_rows.defvjp(lambda x, rows: (split_rows(x, rows), None), lambda rows, _, d: (jnp.concatenate(d, 0),))
 
 
-def to_block(plan: Plan, x: jax.Array, diagonal: jax.Array) -> jax.Array:
-    """Lane form [C, N] -> block form [N, N] in the operand type; `diagonal` [N, N] is 1 on the pack's diagonal blocks."""
-    x = x.astype(plan.operand)
-    return x if plan.pack == 1 else jnp.concatenate([x] * plan.pack, 0) * diagonal
+def to_block(plan: Plan, x: Terms, diagonal: jax.Array) -> tuple[jax.Array, ...]:
+    """Lane form [C, N] -> block form [N, N], in terms; `diagonal` [N, N] is 1 on the pack's diagonal blocks."""
+    return tuple(t if plan.pack == 1 else jnp.concatenate([t] * plan.pack, 0) * diagonal for t in terms(plan, x))
 
 
 def to_lanes(plan: Plan, blocks: list[jax.Array]) -> jax.Array:

@@ -9,10 +9,10 @@ from jax.ad_checkpoint import checkpoint_name
 from pallas_kernels.tpu.backward import backward
 from pallas_kernels.tpu.forward import forward
 from pallas_kernels.tpu.plan import LANES, Plan
+from pallas_kernels.tpu.tiles import choose_tile, whole_heads
 
 LOWEST_BOUND = -5.0  # STRIP rows of it stay inside float32's range when a strip's keys are divided by their decay
 CHUNKS = (16, 32, 64, 128)
-HEADS_PER_STEP = 16
 NO_TOKEN = -1.0e30  # a logit whose sigmoid and softplus are exactly zero
 
 
@@ -51,7 +51,7 @@ def chunk_recurrence(
 
     Raises:
       ValueError: a shape or option outside the above.
-      NotImplementedError: float64 inputs, or K or V above 256.
+      NotImplementedError: float64 inputs, K or V above 256, or blocks that do not fit in VMEM (`vmem_refusal` says it beforehand).
 
     Numerics: bfloat16 inputs use one-pass bfloat16 products with float32 sums, state and decays; float32 inputs six-pass products.
     Outputs before a token do not depend, to the bit, on anything after it.
@@ -110,33 +110,78 @@ def chunk_kda_from_logits(
     return run(q, k, v, sequence, initial_state, decay=decay, scale=scale, chunk_size=chunk_size, normalize=True, gate=lower_bound or 0.0)
 
 
+def chunk_states(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array | None = None,
+    beta: jax.Array | None = None,
+    initial_state: jax.Array | None = None,
+    *,
+    scale: float | None = None,
+    chunk_size: int = 64,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`chunk_recurrence` with the state before every chunk, for snapshots of a prefix. Not differentiable.
+
+    Args:
+      As in chunk_recurrence.
+
+    Returns:
+      o [B, T, HV, V] in v's type; final_state [B, HV, K, V] and starts [B, ceil(T / chunk_size), HV, K, V], float32.
+    """
+    check(q, k, v, g, beta, initial_state, None, chunk_size, None)
+    decay = {None: "none", 3: "head", 4: "channel"}[None if g is None else g.ndim]
+    sequence = {"g": g, "beta": beta, "reset": None}
+    plan, inputs = prepare_call(q, k, v, sequence, initial_state, decay, scale, chunk_size, False, None)
+    out = forward(plan, inputs, ("starts",))
+    return *results(out["o"], out["final"], q, v), states_of(out["starts"], q, v)
+
+
 def run(q, k, v, sequence, initial_state, *, decay, scale, chunk_size, normalize, gate) -> tuple[jax.Array, jax.Array]:
     """From checked arrays to the kernels and back; `sequence` holds g, beta, reset (or None) and, with a gate, rate and bias."""
-    kind, (T, _, V), K = v.dtype, v.shape[1:], q.shape[-1]
-    if kind == jnp.float16:
+    plan, inputs = prepare_call(q, k, v, sequence, initial_state, decay, scale, chunk_size, normalize, gate)
+    return results(*chunk_core(plan, inputs), q, v)
+
+
+def results(o: jax.Array, final: jax.Array, q: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What the kernels return, cut to the caller's sizes."""
+    T, HV, V = v.shape[1:]
+    return o[:, :T, :HV, :V].astype(v.dtype), states_of(final, q, v)
+
+
+def states_of(states: jax.Array, q: jax.Array, v: jax.Array) -> jax.Array:
+    """[..., heads, V, K] of the kernels -> [..., HV, K, V]."""
+    HV, V = v.shape[2:]
+    return jnp.swapaxes(states, -2, -1)[..., :HV, : q.shape[-1], :V]
+
+
+def prepare_call(q, k, v, sequence, initial_state, decay, scale, chunk_size, normalize, gate) -> tuple[Plan, dict[str, jax.Array]]:
+    """The plan, and arrays padded to it."""
+    K, V = q.shape[-1], v.shape[-1]
+    if v.dtype == jnp.float16:
         q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-    H, HV = q.shape[2], v.shape[2]
-    heads = heads_per_step(H, HV)
-    if not heads and H < HV:
-        q, k, H = jnp.repeat(q, HV // H, 2), jnp.repeat(k, HV // H, 2), HV
-    heads = heads or heads_per_step(HV, HV) or HV
+    H, HV = whole_heads(q.shape[2], v.shape[2])
+    if HV // H < v.shape[2] // q.shape[2]:
+        q, k = (jnp.repeat(x, v.shape[2] // q.shape[2], 2) for x in (q, k))
+    delta, exact = sequence["beta"] is not None, v.dtype == jnp.float32
+    tile = choose_tile(decay, delta, H, HV, chunk_size, K, V, exact)
     plan = Plan(
         decay=decay,
-        delta=sequence["beta"] is not None,
+        delta=delta,
         C=chunk_size,
         K=lanes_for(K),
         V=lanes_for(V),
-        heads=heads,
-        pack=max(p for p in (1, 2, 4, 8) if p * chunk_size <= LANES and heads % p == 0),
+        heads=tile.forward,
+        backward_heads=tile.backward,
+        pack=max(p for p in (1, 2, 4, 8) if p * chunk_size <= LANES and all(heads % p == 0 for heads in tile)),
         group=HV // H,
         scale=float(K**-0.5 if scale is None else scale),
         normalize=normalize,
         reset=sequence["reset"] is not None,
         gate=gate,
-        exact=v.dtype == jnp.float32,
+        exact=exact,
     )
-    o, final = chunk_core(plan, kernel_inputs(plan, q, k, v, sequence, initial_state))
-    return o[:, :T, :, :V].astype(kind), jnp.swapaxes(final, 2, 3)[:, :, :K, :V]
+    return plan, kernel_inputs(plan, q, k, v, sequence, initial_state, HV)
 
 
 def lanes_for(n: int) -> int:
@@ -168,35 +213,25 @@ def check(q, k, v, g, beta, initial_state, reset, chunk_size, lower_bound) -> No
         raise NotImplementedError(f"the TPU kernels take K and V up to {2 * LANES}, got K {K}, V {V}")
 
 
-def heads_per_step(H: int, HV: int) -> int:
-    """The most value heads of one grid step: a divisor of HV that holds whole groups, in blocks of 8 heads unless it is all of them."""
-    group = HV // H
-    legal = lambda n: HV % n == 0 and n % group == 0 and (n == HV or (n % 8 == 0 and n // group % 8 == 0))
-    return max((n for n in range(1, HEADS_PER_STEP + 1) if legal(n)), default=0)
-
-
 def pad(x: jax.Array, shape: tuple[int, ...], value: float = 0.0) -> jax.Array:
     """`value` at the ends of the axes; nothing where the shape is right."""
     widths = [(0, n - m) for m, n in zip(x.shape, shape, strict=True)]
     return jnp.pad(x, widths, constant_values=value) if any(w for _, w in widths) else x
 
 
-def kernel_inputs(plan: Plan, q, k, v, sequence, initial_state) -> dict[str, jax.Array]:
-    """Pads T to whole chunks (decay 1, beta 0, nothing written) and K, V to whole lanes; columns [B, T, HV] become [B, S, T, heads]."""
-    B, T, HV = v.shape[:3]
-    T = -(-T // plan.C) * plan.C
-
-    def column(x, heads):
-        return jnp.swapaxes(pad(x.astype(jnp.float32), (B, T, x.shape[2])).reshape(B, T, -1, heads), 1, 2)
-
-    inputs = {"q": pad(q, (B, T, q.shape[2], plan.K)), "k": pad(k, (B, T, k.shape[2], plan.K)), "v": pad(v, (B, T, HV, plan.V))}
+def kernel_inputs(plan: Plan, q, k, v, sequence, initial_state, HV: int) -> dict[str, jax.Array]:
+    """Pads T to whole chunks (decay 1, beta 0, nothing written), K and V to whole lanes, heads to HV."""
+    B, T = v.shape[:2]
+    T, H = -(-T // plan.C) * plan.C, HV // plan.group
+    inputs = {"q": pad(q, (B, T, H, plan.K)), "k": pad(k, (B, T, H, plan.K)), "v": pad(v, (B, T, HV, plan.V))}
     g, beta, reset = (sequence[n] for n in ("g", "beta", "reset"))
     if g is not None:
-        inputs["g"] = column(g, plan.heads) if g.ndim == 3 else pad(g, (B, T, HV, plan.K), 0.0 if plan.gate is None else NO_TOKEN)
+        g = g.astype(jnp.float32) if g.ndim == 3 else g
+        inputs["g"] = pad(g, (B, T, HV) if g.ndim == 3 else (B, T, HV, plan.K), 0.0 if plan.gate is None else NO_TOKEN)
     if beta is not None:
-        inputs["beta"] = column(beta, plan.heads)
+        inputs["beta"] = pad(beta.astype(jnp.float32), (B, T, HV))
     if reset is not None:
-        inputs["reset"] = column(jnp.where(reset, -jnp.inf, 0.0)[..., None], 1)
+        inputs["reset"] = pad(jnp.where(reset, -jnp.inf, 0.0), (B, T))[:, None, :, None]
     if plan.gate is not None:
         inputs |= {n: pad(sequence[n], (HV, plan.K)) for n in ("rate", "bias")}
     if initial_state is not None:
@@ -207,12 +242,12 @@ def kernel_inputs(plan: Plan, q, k, v, sequence, initial_state) -> dict[str, jax
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def chunk_core(plan: Plan, inputs: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Kernel-shaped inputs (see forward) -> (o, final [B, HV, V, K])."""
-    out = forward(plan, inputs, save=False)
+    out = forward(plan, inputs)
     return out["o"], out["final"]
 
 
 def core_forward(plan: Plan, inputs: dict[str, jax.Array]):
-    out = forward(plan, inputs, save=True)
+    out = forward(plan, inputs, ("states", "inverse"))
     saved = {n: checkpoint_name(out[n], f"chunk_{n}") for n in ("states", "inverse") if n in out}
     return (out["o"], out["final"]), (inputs, saved)
 

@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.tpu import NO_TOKEN, chunk_kda_from_logits, chunk_recurrence
-from tests.kernels.oracle import error, make_case
+from pallas_kernels.tpu import NO_TOKEN, chunk_kda_from_logits, chunk_recurrence, chunk_states
+from tests.kernels.oracle import error, make_case, recurrence
 from tests.kernels.run_tpu import arguments, forward, forward_backward, interpreted
 
 
@@ -91,6 +92,33 @@ def test_fused_entry_is_the_separate_functions(lower_bound):
         got, want = (jax.jit(lambda f=f: both(f))() for f in (fused, separate))
     errors = {n: error(got[n], want[n]) for n in want}
     assert max(errors.values()) <= 2e-6, errors
+
+
+def test_states_before_every_chunk():
+    """R194: row n is the final state of the first n chunks, to the bit; the outputs are those of the call without them."""
+    case = make_case("head", True, T=40, HV=2)
+    a = arguments(case, jnp.float32)
+    with interpreted():
+        o, final, starts = jax.jit(lambda a: chunk_states(**a, chunk_size=16))(a)
+        first = jax.jit(lambda a: chunk_recurrence(**a, chunk_size=16))({n: x if n == "initial_state" else x[:, :32] for n, x in a.items()})
+    assert starts.shape == (1, 3, 2, 16, 16)
+    np.testing.assert_array_equal(starts[:, 0], a["initial_state"])
+    np.testing.assert_array_equal(starts[:, 2], first[1])
+    np.testing.assert_array_equal(o[:, :32], first[0])
+    want = recurrence(case.rounded(jnp.float32))
+    assert max(error(o, want["o"]), error(final, want["final"])) <= 1e-6
+
+
+@pytest.mark.slow
+def test_any_order_of_the_parallel_axes():
+    """The interpreter shuffles rows and blocks of heads: 2 rows of 24 heads, three blocks."""
+    case = make_case("none", True, T=20, B=2, H=24, HV=24)
+    outputs = []
+    for seed in (None, 1, 2):
+        with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(uninitialized_memory="nan", random_seed=seed)):
+            outputs.append(jax.jit(lambda a: chunk_recurrence(**a, chunk_size=16))(arguments(case, jnp.float32)))
+    for other in outputs[1:]:
+        jax.tree.map(np.testing.assert_array_equal, outputs[0], other)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from tests.kernels.oracle import error, make_case, recurrence
 from tests.kernels.run_tpu import forward_backward
 
 KINDS = [(decay, delta) for decay in ("none", "head", "channel", "bounded") for delta in (True, False)]
-LIMITS = {jnp.float32: (1e-6, 2e-6), jnp.bfloat16: (6e-3, 1e-2)}  # output, gradient
+LIMITS = {jnp.float32: (1e-6, 2e-6), jnp.bfloat16: (2.5e-3, 3e-3)}  # output, gradient; rounding the result alone is 1.7e-3
 
 
 def compare(case, dtype, reference=None, limits=None, **options):
@@ -122,9 +122,7 @@ def correlated(name, T):
     rng = np.random.default_rng(2)
     base = rng.standard_normal((1, 1, 1, 16))
     k, beta = np.broadcast_to(base, case.k.shape), np.full_like(case.beta, 0.99)
-    if name == "cosine 0.9":
-        k = base + 0.5 * rng.standard_normal(case.k.shape)
-    elif name == "beta 1":
+    if name == "beta 1":
         beta[:] = 1.0
     elif name == "beta 2":
         k, beta[:] = case.k, 2.0
@@ -133,13 +131,10 @@ def correlated(name, T):
 
 @pytest.mark.parametrize(
     ("name", "dtype", "limits"),
-    [(n, jnp.bfloat16, (2e-2, 4e-2)) for n in ("identical", "cosine 0.9", "beta 1", "beta 2")] + [("identical", jnp.float32, (2e-6, 5e-6))],
+    [(n, jnp.bfloat16, (4e-3, 6e-3)) for n in ("beta 1", "beta 2")] + [("identical", jnp.float32, (2e-6, 5e-6))],
 )
 def test_correlated_keys(name, dtype, limits):
-    """FlashKDA#10 and tt-metal#54813: inverses by powers of A fail here by orders of magnitude.
-
-    In bfloat16 the rounding of the decayed keys is amplified by the solve: 3 to 6 times the error of the rounded inputs.
-    """
+    """FlashKDA#10 and tt-metal#54813: inverses by powers of A fail here by orders of magnitude. More in test_tpu_floor.py."""
     compare(correlated(name, 96), dtype, limits=limits, chunk_size=64)
 
 
