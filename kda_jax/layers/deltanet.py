@@ -1,6 +1,5 @@
 """DeltaNet: before writing a value, remove what the state already answers to that key."""
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -10,7 +9,6 @@ from kda_jax.layers.caches import MixerOutput, RecurrentCache
 from kda_jax.layers.initializers import linear
 from kda_jax.layers.norms import RMSNorm
 from kda_jax.layers.short_conv import ShortConv, convolve
-from kda_jax.ops.norms import l2_norm
 
 
 class DeltaNet(nnx.Module):
@@ -59,7 +57,7 @@ class DeltaNet(nnx.Module):
     ) -> MixerOutput:
         state, history = (None, None) if cache is None else cache
         (q, k, v), history = self.project(x, history, segment_ids)
-        o, state = ops.delta_rule(l2_norm(q), l2_norm(k), v, self.gate(x), initial_state=state, segment_ids=segment_ids)
+        o, state = ops.delta_rule_from_logits(q, k, v, self.b_proj(x), initial_state=state, segment_ids=segment_ids)
         return MixerOutput(self.output(o), None if cache is None else RecurrentCache(state, history))
 
     def project(
@@ -69,11 +67,6 @@ class DeltaNet(nnx.Module):
         convs = self.q_conv1d, self.k_conv1d, self.v_conv1d
         qkv, history = convolve(convs, (self.q_proj(x), self.k_proj(x), self.v_proj(x)), history, segment_ids)
         return [y.reshape(*y.shape[:2], self.num_heads, -1) for y in qkv], history
-
-    def gate(self, x: Float[Array, "B T D"]) -> Float[Array, "B T H"]:
-        """beta, float32."""
-        logits = self.b_proj(x)
-        return jax.nn.sigmoid(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)))
 
     def output(self, o: Float[Array, "B T H V"]) -> Float[Array, "B T D"]:
         return self.o_proj(self.o_norm(o).reshape(*o.shape[:2], -1))

@@ -1,6 +1,5 @@
 """Gated DeltaNet: the delta rule with one decay per head."""
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -10,7 +9,6 @@ from kda_jax.layers.caches import MixerOutput, RecurrentCache
 from kda_jax.layers.initializers import inverse_softplus_of_time_step, linear, log_uniform
 from kda_jax.layers.norms import GatedRMSNorm
 from kda_jax.layers.short_conv import ShortConv, convolve
-from kda_jax.ops.norms import l2_norm
 
 
 class GatedDeltaNet(nnx.Module):
@@ -68,8 +66,9 @@ class GatedDeltaNet(nnx.Module):
     ) -> MixerOutput:
         state, history = (None, None) if cache is None else cache
         (q, k, v), history = self.project(x, history, segment_ids)
-        g, beta = self.gates(x)
-        o, state = ops.gated_delta_rule(l2_norm(q), l2_norm(k), v, g, beta, initial_state=state, segment_ids=segment_ids)
+        logits = self.a_proj(x), self.b_proj(x)
+        gate = self.A_log[...], self.dt_bias[...]
+        o, state = ops.gated_delta_rule_from_logits(q, k, v, *logits, *gate, initial_state=state, segment_ids=segment_ids)
         return MixerOutput(self.output(o, x), None if cache is None else RecurrentCache(state, history))
 
     def project(
@@ -80,11 +79,6 @@ class GatedDeltaNet(nnx.Module):
         qkv, history = convolve(convs, (self.q_proj(x), self.k_proj(x), self.v_proj(x)), history, segment_ids)
         heads = self.num_heads, self.num_heads, self.num_v_heads
         return [y.reshape(*y.shape[:2], n, -1) for y, n in zip(qkv, heads, strict=True)], history
-
-    def gates(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T HV"], Float[Array, "B T HV"]]:
-        """Log decay g and beta, float32."""
-        g = ops.gdn_gate(self.a_proj(x), self.A_log[...], self.dt_bias[...])
-        return g, jax.nn.sigmoid(self.b_proj(x).astype(g.dtype))
 
     def output(self, o: Float[Array, "B T HV V"], x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         gate = self.g_proj(x).reshape(o.shape)

@@ -2,11 +2,12 @@
 
 from kda_jax.ops.linear_attention import linear_attention, linear_attention_step  # isort: skip  (the order of the ladder)
 from kda_jax.ops.gated_linear_attention import gated_linear_attention, gated_linear_attention_step  # isort: skip
-from kda_jax.ops.delta_rule import delta_rule, delta_rule_step  # isort: skip
-from kda_jax.ops.gated_delta_rule import gated_delta_rule, gated_delta_rule_step  # isort: skip
+from kda_jax.ops.delta_rule import delta_rule, delta_rule_from_logits, delta_rule_step  # isort: skip
+from kda_jax.ops.gated_delta_rule import gated_delta_rule, gated_delta_rule_from_logits, gated_delta_rule_step  # isort: skip
 from kda_jax.ops.kda import kda, kda_from_logits, kda_step  # isort: skip
 from kda_jax.ops.activations import Situ
-from kda_jax.ops.attention import attention
+from kda_jax.ops.attention import attention, attention_with_max_logit
+from kda_jax.ops.decode import decode
 from kda_jax.ops.depth_attention import attention_residual
 from kda_jax.ops.dispatch import Explanation, explain
 from kda_jax.ops.experts import experts

@@ -2,6 +2,7 @@
 
 import typing
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -101,4 +102,56 @@ def delta_rule(
         segment_ids=segment_ids,
         chunk_size=chunk_size,
         implementation=implementation,
+    )
+
+
+@typing.no_type_check
+def delta_rule_from_logits(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T HV V"],
+    beta_logits: Float[Array, "B T HV"],
+    *,
+    scale: float | None = None,
+    initial_state: Float[Array, "B HV K V"] | None = None,
+    segment_ids: Array | None = None,
+    chunk_size: int = 64,
+    implementation: str | None = None,
+) -> RecurrenceOutput:
+    """What a DeltaNet layer does between its convolutions and its output norm, in one call (arXiv 2406.06484, section 3.3).
+
+        delta_rule(l2_norm(q), l2_norm(k), v, sigmoid(beta_logits))
+
+    Args:
+        q, k, v: as in `delta_rule`, before the norm.
+        beta_logits: [B, T, HV]; the sigmoid is taken in float32.
+        scale, initial_state, segment_ids, chunk_size, implementation: as in `delta_rule`.
+
+    Returns:
+        RecurrenceOutput, as `delta_rule`.
+
+    Raises:
+        as `delta_rule`.
+
+    Numerics: a kernel that normalises by itself does so after its products and rounds nothing; elsewhere the normalised q and k are
+        rounded to their dtype.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from kda_jax import ops
+        >>> k = jnp.full((1, 2, 1, 1), 5.0)                # any length: keys are normalised
+        >>> v = jnp.array([3.0, 7.0]).reshape(1, 2, 1, 1)
+        >>> ops.delta_rule_from_logits(k, k, v, jnp.zeros((1, 2, 1))).o.ravel().round(4).tolist()  # beta = 1/2
+        [1.5, 4.25]
+    """
+    beta = jax.nn.sigmoid(beta_logits.astype(jnp.promote_types(jnp.float32, beta_logits.dtype)))
+    return run(
+        SPEC,
+        Inputs(q, k, v, None, beta),
+        scale=scale,
+        initial_state=initial_state,
+        segment_ids=segment_ids,
+        chunk_size=chunk_size,
+        implementation=implementation,
+        normalize=True,
     )

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from kda_jax import sharding
 from kda_jax.ops.chunkwise import chunkwise
 from kda_jax.ops.context import in_segments
+from kda_jax.ops.norms import l2_norm
 from kda_jax.ops.segments import segments
 from kda_jax.ops.spec import REGISTRY, Inputs, OpSpec, RecurrenceOutput
 from kda_jax.sharding import Shards, local_map
@@ -33,9 +34,20 @@ class Explanation:
 
 
 def run(
-    spec: OpSpec, inputs: Inputs, *, scale: float | None, initial_state, segment_ids, chunk_size: int, implementation: str | None
+    spec: OpSpec,
+    inputs: Inputs,
+    *,
+    scale: float | None,
+    initial_state,
+    segment_ids,
+    chunk_size: int,
+    implementation: str | None,
+    normalize: bool = False,
 ) -> RecurrenceOutput:
-    """Check the arguments, rewrite padding and boundaries as plain inputs, and call the implementation."""
+    """Check the arguments, rewrite padding and boundaries as plain inputs, and call the implementation.
+
+    `normalize` asks for the op on L2-normalised q and k; a kernel that does so itself saves a pass over both.
+    """
     _validate(spec, inputs, initial_state, segment_ids, chunk_size, implementation)
     K = inputs.q.shape[-1]
     dtype = jnp.promote_types(jnp.float32, jnp.result_type(*(x for x in inputs if x is not None)))
@@ -44,7 +56,13 @@ def run(
         inputs = _with_boundaries(inputs, segment_ids)
     if inputs.q.shape[1] == 0:
         return RecurrenceOutput(jnp.zeros_like(inputs.v), state)
-    runner = functools.partial(_RUNNERS[choose(spec, inputs, implementation, chunk_size).chosen], spec, chunk_size=chunk_size)
+    chosen = choose(spec, inputs, implementation, chunk_size).chosen
+    options = {"chunk_size": chunk_size}
+    if normalize and chosen == "pallas_tpu":
+        options["normalize"] = True
+    elif normalize:
+        inputs = inputs._replace(q=l2_norm(inputs.q), k=l2_norm(inputs.k))
+    runner = functools.partial(_RUNNERS[chosen], spec, **options)
     scale = K**-0.5 if scale is None else scale
 
     def local(shards: Shards, *parts):
@@ -96,7 +114,9 @@ def _refused_by_tpu_kernel(inputs: Inputs, chunk_size: int) -> str | None:
         return f"it takes a chunk_size of 16, 32, 64 or 128, got {chunk_size}"
     if any(x is not None and x.dtype == jnp.float64 for x in inputs):
         return "TPUs have no float64"
-    return None
+    from pallas_kernels.tpu import vmem_refusal
+
+    return vmem_refusal(inputs.q, inputs.v, inputs.g, inputs.beta, chunk_size)
 
 
 def _no_tpu() -> str | None:
@@ -158,14 +178,16 @@ def run_xla(spec: OpSpec, inputs: Inputs, *, scale: float, initial_state: jax.Ar
     return chunkwise(*inputs, scale=scale, initial_state=initial_state, chunk_size=chunk_size)
 
 
-def run_pallas_tpu(spec: OpSpec, inputs: Inputs, *, scale: float, initial_state: jax.Array, chunk_size: int) -> tuple[jax.Array, jax.Array]:
+def run_pallas_tpu(
+    spec: OpSpec, inputs: Inputs, *, scale: float, initial_state: jax.Array, chunk_size: int, normalize: bool = False
+) -> tuple[jax.Array, jax.Array]:
     """The fused TPU kernels, forward and backward."""
     from pallas_kernels.tpu import chunk_recurrence
 
     q, k, v, g, beta = inputs
     q, k, v = (x.astype(jnp.result_type(q, k, v)) for x in (q, k, v))
     with tpu_only(spec.name):
-        return chunk_recurrence(q, k, v, g, beta, initial_state, scale=scale, chunk_size=chunk_size)
+        return chunk_recurrence(q, k, v, g, beta, initial_state, scale=scale, chunk_size=chunk_size, normalize=normalize)
 
 
 @contextlib.contextmanager

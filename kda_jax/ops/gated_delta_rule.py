@@ -2,10 +2,12 @@
 
 import typing
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kda_jax.ops.dispatch import run
+from kda_jax.ops.gates import gdn_gate
 from kda_jax.ops.spec import Inputs, OpSpec, RecurrenceOutput, register, share_heads
 
 
@@ -104,4 +106,62 @@ def gated_delta_rule(
         segment_ids=segment_ids,
         chunk_size=chunk_size,
         implementation=implementation,
+    )
+
+
+@typing.no_type_check
+def gated_delta_rule_from_logits(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T HV V"],
+    x: Float[Array, "B T HV"],
+    beta_logits: Float[Array, "B T HV"],
+    A_log: Float[Array, " HV"],
+    dt_bias: Float[Array, " HV"],
+    *,
+    scale: float | None = None,
+    initial_state: Float[Array, "B HV K V"] | None = None,
+    segment_ids: Array | None = None,
+    chunk_size: int = 64,
+    implementation: str | None = None,
+) -> RecurrenceOutput:
+    """What a Gated DeltaNet layer does between its convolutions and its output norm, in one call (arXiv 2412.06464, section 3.3).
+
+        gated_delta_rule(l2_norm(q), l2_norm(k), v, gdn_gate(x, A_log, dt_bias), sigmoid(beta_logits))
+
+    Args:
+        q, k, v: as in `gated_delta_rule`, before the norm.
+        x: [B, T, HV] gate logits.
+        beta_logits: [B, T, HV]; the sigmoid is taken in float32.
+        A_log, dt_bias: [HV], as in `gdn_gate`.
+        scale, initial_state, segment_ids, chunk_size, implementation: as in `gated_delta_rule`.
+
+    Returns:
+        RecurrenceOutput, as `gated_delta_rule`.
+
+    Raises:
+        as `gated_delta_rule` and `gdn_gate`.
+
+    Numerics: a kernel that normalises by itself does so after its products and rounds nothing; elsewhere the normalised q and k are
+        rounded to their dtype.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from kda_jax import ops
+        >>> one = jnp.ones((1, 1, 1, 1))
+        >>> zero = jnp.zeros((1, 1, 1))
+        >>> out = ops.gated_delta_rule_from_logits(one, one, 2 * one, zero, zero, zero[0, 0], zero[0, 0], initial_state=8 * one)
+        >>> round(float(out.final_state[0, 0, 0, 0]), 4)   # softplus(0) = log 2: 8 decays to 4, and half of 2 - 4 is added
+        3.0
+    """
+    g = gdn_gate(x, A_log, dt_bias)
+    return run(
+        SPEC,
+        Inputs(q, k, v, g, jax.nn.sigmoid(beta_logits.astype(g.dtype))),
+        scale=scale,
+        initial_state=initial_state,
+        segment_ids=segment_ids,
+        chunk_size=chunk_size,
+        implementation=implementation,
+        normalize=True,
     )
