@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kda_jax import ops, testing
-from kda_jax.bench import tpu_static
+from kda_jax.bench import tpu_search, tpu_static
 from kda_jax.errors import UserError
 from kda_jax.ops.spec import OpSpec
 
@@ -66,6 +66,9 @@ def main(args: list[str]) -> None:
     """
     if any(arg.partition("=")[0] == "--tpu-static" for arg in args):
         tpu_static.main(args)
+        return
+    if any(arg.partition("=")[0] == "--tpu-search" for arg in args):
+        tpu_search.main(args)
         return
     options = tyro.cli(BenchOptions, args=args, prog="kda-jax bench")
     for name in options.ops:

@@ -29,6 +29,7 @@ from rich.table import Table
 from kda_jax import ops
 from kda_jax.bench.bundles import Kernel, read_kernels
 from kda_jax.errors import UserError, nearest
+from pallas_kernels.tpu import tiles
 
 CHUNK = 64
 ESTIMATE = re.compile(r'"estimated_cycles":"(\d+)"')
@@ -71,6 +72,8 @@ class StaticOptions:
     key_dim: int = 128
     value_dim: int = 128
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    heads_per_step: int | None = None
+    """Value heads of a grid step of the kernels; the tuned number if absent."""
     json: pathlib.Path | None = None
     """Also write the figures to this file."""
     budgets: pathlib.Path | None = None
@@ -203,7 +206,10 @@ def program(options: StaticOptions):
         arrays |= {"A_log": make((HV,), jnp.float32), "dt_bias": make(per_head, jnp.float32)}
 
     def forward(arrays):
-        return recurrence(options.tpu_static, options.lower_bound, **arrays)
+        with tiles.use(tile):
+            return recurrence(options.tpu_static, options.lower_bound, **arrays)
+
+    tile = options.heads_per_step and tiles.Tile(options.heads_per_step, options.heads_per_step)
 
     def both(arrays, do):
         o, pull = jax.vjp(forward, arrays)
@@ -221,10 +227,9 @@ def recurrence(op: str, lower_bound: float | None, q, k, v, x=None, beta_logits=
         return ops.linear_attention(q, k, v, **kernel).o
     if op == "gated_linear_attention":
         return ops.gated_linear_attention(q, k, v, jax.nn.log_sigmoid(x.astype(jnp.float32)) / 16, **kernel).o
-    q, k, beta = ops.l2_norm(q), ops.l2_norm(k), jax.nn.sigmoid(beta_logits.astype(jnp.float32))
     if op == "delta_rule":
-        return ops.delta_rule(q, k, v, beta, **kernel).o
-    return ops.gated_delta_rule(q, k, v, ops.gdn_gate(x, A_log, dt_bias), beta, **kernel).o
+        return ops.delta_rule_from_logits(q, k, v, beta_logits, **kernel).o
+    return ops.gated_delta_rule_from_logits(q, k, v, x, beta_logits, A_log, dt_bias, **kernel).o
 
 
 def least_bytes(options: StaticOptions, arrays: dict, do) -> int:
