@@ -67,7 +67,7 @@ def decode(
     if implementation == "pallas_tpu" and refused:
         raise NotImplementedError(f"{name}: implementation 'pallas_tpu' of decode does not apply: {refused}")
     scale = inputs.q.shape[-1] ** -0.5 if scale is None else scale
-    here = jax.default_backend() == "tpu" and (sharding.ambient() is None or sharding.inside_shard_map())
+    here = sharding.platform() == "tpu" and (sharding.ambient() is None or sharding.inside_shard_map())
     if implementation == "pallas_tpu" or (implementation is None and here and not refused):
         from pallas_kernels import tpu
 

@@ -11,8 +11,9 @@ import pytest
 import tyro
 
 from kda_jax import cli, ops
-from kda_jax.bench import bundles, tpu_static
+from kda_jax.bench import bundles, tpu_search, tpu_static
 from kda_jax.errors import UserError
+from pallas_kernels.tpu import tiles
 
 BUDGETS = {
     b["command"]: b for b in json.loads((pathlib.Path(tpu_static.__file__).parents[2] / "pallas_kernels/tuned/budgets.json").read_text())
@@ -76,6 +77,43 @@ def test_within_budget(op):
     chosen = options(budget["command"])
     found = tpu_static.measure(chosen).cycles / chosen.token_heads
     assert found <= REGRESSION * budget["cycles_per_token_head"], f"libtpu {importlib.metadata.version('libtpu')}: {found:.2f}, {budget}"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason='the package libtpu is not installed: pip install "jax[tpu]"')
+@pytest.mark.parametrize("target", tpu_static.TARGETS)
+def test_compiles_for_every_target(target):
+    """Forward and backward of the largest kernels, with the VMEM that `tiles` reckons with; HBM at T = 8192, H = 32 at most 1 GiB."""
+    chosen = tpu_static.StaticOptions("kda", target=target, mode="both", tokens=8192, heads=32)
+    found = tpu_static.measure(chosen)
+    assert len(found.kernels) == 2
+    assert found.temporary_bytes <= 2**30
+    for kernel in found.kernels:
+        backward = "backward" in kernel.name
+        heads = tiles.choose_tile("channel", True, 32, 32, 64, 128, 128, False)[backward]
+        assert kernel.vmem_bytes <= tiles.vmem_bytes("channel", heads, 64, 128, 128, False, backward)
+
+
+def test_tiles():
+    """Divisors of the heads in blocks of 8, whole groups; what has no such block is padded or repeated first."""
+    assert tiles.legal_heads(32, 32, 16) == 16
+    assert tiles.legal_heads(12, 12, 16) == 12
+    assert tiles.legal_heads(24, 24, 16) == 8
+    assert tiles.legal_heads(16, 32, 16) == 16
+    assert tiles.whole_heads(16, 32) == (16, 32)
+    assert tiles.whole_heads(4, 32) == (32, 32)
+    assert tiles.whole_heads(36, 36) == (40, 40)
+    assert tiles.choose_tile("bounded", True, 40, 40, 64, 128, 128, False) == (8, 8)
+    with tiles.use(tiles.Tile(8, 8)):
+        assert tiles.choose_tile("none", False, 32, 32, 64, 128, 128, False) == (8, 8)
+    for device in tiles.TUNED.glob("*.json"):
+        if device.stem in tpu_static.TARGETS:
+            assert all(0 < min(tile) <= max(tile) <= tiles.MOST_HEADS for tile in tiles.table(device.stem).values())
+
+
+def test_search_takes_the_smaller_program_of_equals():
+    assert tpu_search.best({"8": 10.1, "16": 10.0}) == 8
+    assert tpu_search.best({"8": 11.0, "16": 10.0}) == 16
 
 
 @pytest.mark.parametrize("op", ops.REGISTRY)
