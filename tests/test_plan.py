@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from kda_jax import ops
 from kda_jax.bench import plan as planning
 from kda_jax.bench.hlo import bytes_by_kind, collectives
 from kda_jax.bench.slices import CHIPS, find, known
@@ -146,3 +147,14 @@ def test_overflow_and_advice(run_file):
     assert "DOES NOT FIT" in planning.told(config, found)
     wide = dataclasses.replace(config, train=dataclasses.replace(config.train, batch_size=16))
     assert "--train.micro-batches 4" in planning.advice(wide, found)
+
+
+def test_ops_choose_for_the_slice():
+    """Traced for a mesh of TPUs, a recurrence takes the TPU's kernels, on whatever machine it is traced."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2]).abstract_mesh
+    tpu = mesh.update(abstract_device=jax.sharding.AbstractDevice("TPU v5", num_cores=1, platform="tpu"))
+    q = jax.ShapeDtypeStruct((1, 128, 4, 128), jnp.bfloat16)
+    g, beta = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (q.shape, q.shape[:3]))
+    assert ops.explain("kda", q, q, q, g, beta).chosen == "xla"
+    with jax.sharding.use_abstract_mesh(tpu):
+        assert ops.explain("kda", q, q, q, g, beta).chosen == "pallas_tpu"
