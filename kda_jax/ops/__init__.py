@@ -18,3 +18,4 @@ from kda_jax.ops.routing import Routing, bias_histogram, expert_counts, limit, q
 from kda_jax.ops.segments import Segments, segments
 from kda_jax.ops.short_conv import ConvOutput, short_conv
 from kda_jax.ops.spec import REGISTRY, OpSpec, RecurrenceOutput
+from kda_jax.ops.states import ChunkStates, chunk_states

@@ -66,6 +66,31 @@ def chunkwise(
     Numerics: float32 (or float64) throughout; matrix products of 16-bit inputs run at the device's default precision, those of
         float32 inputs at the highest.
     """
+    groups, static = _groups(q, k, v, g, beta, scale, chunk_size)
+    o, state, _ = _scan_groups(static, groups, initial_state)
+    return _from_groups(o, q.shape[1]), state
+
+
+def chunkwise_states(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T HV V"],
+    g: Array | None,
+    beta: Float[Array, "B T HV"] | None,
+    *,
+    scale: float,
+    initial_state: Float[Array, "B HV K V"],
+    chunk_size: int,
+) -> tuple[Float[Array, "B T HV V"], Float[Array, "B HV K V"], Float[Array, "N B HV K V"]]:
+    """`chunkwise`, and the state before every chunk: N = ceil(T / chunk_size)."""
+    groups, static = _groups(q, k, v, g, beta, scale, chunk_size)
+    o, state, states = _scan_groups(static._replace(keep_states=True), groups, initial_state)
+    states = states.reshape(-1, *states.shape[2:])
+    return _from_groups(o, q.shape[1]), state, states[: -(-q.shape[1] // chunk_size)]
+
+
+def _groups(q, k, v, g, beta, scale, chunk_size):
+    """The inputs as [count, B, length, heads, .], and what is static."""
     B, T = q.shape[:2]
     static = _Static(scale, chunk_size, HIGHEST if q.dtype.itemsize >= 4 else jax.lax.Precision.DEFAULT)
     cpu = sharding.platform() == "cpu"
@@ -78,15 +103,15 @@ def chunkwise(
         beta = beta[..., None]
     # Padding with zeros (no decay, no write) changes nothing.
     count = max(-(-T // length), 2 if cpu else 1)
-    groups = jax.tree.map(functools.partial(_to_groups, length=length, count=count), (q, k, v, g, beta))
-    o, state = _scan_groups(static, groups, initial_state)
-    return _from_groups(o, T), state
+    return jax.tree.map(functools.partial(_to_groups, length=length, count=count), (q, k, v, g, beta)), static
 
 
 class _Static(NamedTuple):
     scale: float
     chunk_size: int
     precision: jax.lax.Precision
+    keep_states: bool = False
+    """Whether the state before every chunk is a result."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -105,28 +130,29 @@ def _forward(static, groups, state):
         return end, (_join(o).astype(group[2].dtype), states, X)
 
     state, (o, states, X) = jax.lax.scan(body, state, groups)
-    return (o, state), (groups, states, X)
+    return (o, state, states if static.keep_states else None), (groups, states, X)
 
 
 def _backward(static, residuals, cotangents):
     groups, states, X = residuals
-    do, dstate = cotangents
+    do, dstate, dstates = cotangents
     dstate = _opaque(dstate)
 
     def body(dstate, xs):
-        group, states, X, do = xs
+        group, states, X, do, dstates = xs
         v, beta, terms, saved = _prepare(static, states.dtype, *group)
         y = _corrected(static, terms.k_in, X, v, beta, states)
         do = _split(do.astype(states.dtype), static.chunk_size)
-        from_o = _t_dot(static, terms.Aqk, do), _t_dot(static, terms.q_in, do)
+        to_y, to_states = _t_dot(static, terms.Aqk, do), _t_dot(static, terms.q_in, do)
+        to_states = to_states if dstates is None else to_states + dstates
         step = functools.partial(_chunk_transpose, static)
-        dstate, (dends, dr) = jax.lax.scan(step, dstate, (terms.k_in, terms.k_out, terms.total, X, beta, *from_o), reverse=True)
+        dstate, (dends, dr) = jax.lax.scan(step, dstate, (terms.k_in, terms.k_out, terms.total, X, beta, to_y, to_states), reverse=True)
         dterms, dv, dbeta = _terms_cotangents(static, terms, v, beta, states, y, do, dends, dr)
         dq, dk, dg = _prepare_transpose(static, group[0].shape[2], terms, saved, dterms)
         dgroup = jax.tree.map(lambda x, d: _join(d).astype(x.dtype), group, (dq, dk, dv, dg, dbeta))
         return dstate, dgroup
 
-    dstate, dgroups = jax.lax.scan(body, dstate, (groups, states, X, do), reverse=True)
+    dstate, dgroups = jax.lax.scan(body, dstate, (groups, states, X, do, dstates), reverse=True)
     return dgroups, dstate
 
 

@@ -144,17 +144,22 @@ def explain(op: str | Callable, *arguments, implementation: str | None = None) -
         kda: xla
         ...
     """
+    spec, inputs = find(op, arguments)
+    _validate(spec, inputs, None, None, 64, implementation)
+    explanation = choose(spec, inputs, implementation)
+    print(explanation)
+    return explanation
+
+
+def find(op: str | Callable, arguments: tuple) -> tuple[OpSpec, Inputs]:
+    """The recurrence that `op` is or names, and its arrays by name."""
     name = op if isinstance(op, str) else op.__name__
     if name not in REGISTRY:
         raise ValueError(f"op: no recurrence is named {name!r}; there are {', '.join(REGISTRY)}")
     spec = REGISTRY[name]
     if len(arguments) != len(spec.arguments):
         raise ValueError(f"{name} takes {len(spec.arguments)} arrays ({', '.join(spec.arguments)}), got {len(arguments)}")
-    inputs = Inputs(**(dict.fromkeys(Inputs._fields) | dict(zip(spec.arguments, arguments, strict=True))))
-    _validate(spec, inputs, None, None, 64, implementation)
-    explanation = choose(spec, inputs, implementation)
-    print(explanation)
-    return explanation
+    return spec, Inputs(**(dict.fromkeys(Inputs._fields) | dict(zip(spec.arguments, arguments, strict=True))))
 
 
 def run_scan(spec: OpSpec, inputs: Inputs, *, scale: float, initial_state: jax.Array, chunk_size: int = 0) -> tuple[jax.Array, jax.Array]:

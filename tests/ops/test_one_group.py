@@ -8,7 +8,7 @@ always have such loops for short inputs; on a CPU they are made here by taking t
 import jax
 import pytest
 
-from kda_jax import ops
+from kda_jax import ops, sharding
 from kda_jax.testing import assert_close
 
 DEFAULT = {"xla_backend_optimization_level": 3}  # conftest lowers it, and at that level the fusion is another
@@ -16,7 +16,7 @@ DEFAULT = {"xla_backend_optimization_level": 3}  # conftest lowers it, and at th
 
 @pytest.mark.parametrize("name", ["kda", "gated_linear_attention"])
 def test_the_forward_alone(name, monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(sharding, "platform", lambda: "gpu")
     spec = ops.REGISTRY[name]
     arrays = spec.arrays(spec.make_inputs(jax.random.key(0), B=2, T=31, H=4, HV=4, K=32, V=32))
     found = jax.jit(lambda *a: getattr(ops, name)(*a, implementation="xla"), compiler_options=DEFAULT)(*arrays)
