@@ -135,28 +135,24 @@ def compare_activations(found: Mapping[str, np.ndarray], reference: Mapping[str,
     return differences
 
 
-class _Tap:
-    """A module that reports what it gives; everything else is the module's own."""
-
-    def __init__(self, module: nnx.Module, name: str, note: Callable[[str, Any], None]):
-        self._module, self._name, self._note = module, name, note
-
-    def __call__(self, *args: Any, **keywords: Any) -> Any:
-        out = self._module(*args, **keywords)
-        self._note(self._name, out)
-        return out
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-
 def _tap(module: nnx.Module, name: str, note: Callable[[str, Any], None]) -> None:
-    """Put a tap on every module below `module`, which is changed."""
+    """Have every module below `module`, which is changed, report what it gives."""
     for key, child in list(vars(module).items()):
         if isinstance(child, nnx.Module) and callable(child):
             path = f"{name}.{key}" if name else key
             _tap(child, path, note)
-            object.__setattr__(module, key, _Tap(child, path, note))
+            object.__setattr__(child, "__class__", _tapped(type(child), path, note))
+
+
+def _tapped(cls: type[nnx.Module], name: str, note: Callable[[str, Any], None]) -> type[nnx.Module]:
+    """A class that is `cls`, but reports what a call gives."""
+
+    def _call(self, *args: Any, **keywords: Any) -> Any:
+        out = cls.__call__(self, *args, **keywords)
+        note(name, out)
+        return out
+
+    return type(cls)(cls.__name__, (cls,), {"__call__": _call})
 
 
 def _log_softmax(x: Float[np.ndarray, "n Z"]) -> Float[np.ndarray, "n Z"]:

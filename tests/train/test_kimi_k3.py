@@ -76,8 +76,9 @@ def test_router_biases_moved_and_are_centred(trained):
         assert abs(float(bias.mean())) < 1e-6
 
 
+@pytest.mark.slow
 def test_start_from_a_run(trained, tmp_path):
-    """The parameters of the run's newest checkpoint, and step 0; a resumed run does not start again."""
+    """About a minute. The parameters of the run's newest checkpoint, and step 0; a resumed run does not start again."""
     config, run, _ = trained
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=4, start_from=str(run)))
     train(config, tmp_path / "next")
