@@ -42,7 +42,7 @@ CASES = [
 
 @pytest.mark.parametrize(("spec", "decay"), CASES)
 def test_recurrences_over_time_and_heads(spec, decay):
-    """A packed sequence in four segments, heads in two parts: state in and out, every gradient, against the float64 recurrence."""
+    """R166 R193: a packed sequence in four segments, heads in two parts: state in and out, every gradient, against float64."""
     problem = make_problem(spec, jax.random.key(0), T=64, K=8, V=4, decay=decay, segment_ids=PACKED)
     with jax.set_mesh(make_mesh(MeshConfig(context=4, tensor=2))):
         for name, error in testing.errors(spec, problem, implementation="xla", chunk_size=16).items():
