@@ -126,6 +126,29 @@ def depth():
     return record(lambda sources, query, weight: {"o": attnres(query, list(sources.contiguous()), weight)}, inputs, 20)
 
 
+def layer_paths():
+    """From the projections to the output, as a KDA layer computes it: L2 norm, gate, sigmoid, recurrence, in one differentiable piece."""
+    softplus, bounded = fla("ops/kda/gate.py", "naive_kda_gate", "naive_kda_lowerbound_gate")
+    (kda,) = fla("ops/kda/naive.py", "naive_recurrent_kda")
+    rng = np.random.default_rng(9)
+    inputs = recurrence_inputs(10, H, HV) | {"k": draw(rng, B, T, H, K), "x": draw(rng, B, T, HV, K, scale=2.0)}
+    inputs |= {"beta_logits": draw(rng, B, T, HV), "A_log": draw(rng, HV), "dt_bias": draw(rng, HV * K)}
+    norm = lambda x: x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+
+    def path(gate):
+        def f(q, k, v, initial_state, x, beta_logits, A_log, dt_bias):
+            g = gate(x, A_log, dt_bias)
+            o, state = kda(norm(q), norm(k), v, g, torch.sigmoid(beta_logits), initial_state=initial_state, output_final_state=True)
+            return {"o": o, "final_state": state}
+
+        return f
+
+    return {
+        "kda_from_logits": record(path(softplus), inputs, 27),
+        "kda_from_logits_bounded": record(path(lambda x, A_log, dt_bias: bounded(x, A_log, dt_bias, -5.0)), inputs, 28),
+    }
+
+
 def randomize(module, seed):
     """Parameters and buffers of order one, so that an ignored scale or bias shows; matrices keep their inputs' size."""
     rng = np.random.default_rng(seed)
@@ -176,6 +199,27 @@ def released(arrays):
     return renamed
 
 
+def unfused(arrays, heads, dims):
+    """Qwen3-Next's projections, which interleave their parts per key head, as one matrix per part: q, k, v, z and b, a."""
+    (key_heads, value_heads), (k_dim, v_dim) = heads, dims
+    share = value_heads // key_heads
+    parts = {
+        "in_proj_qkvz": {"q_proj": k_dim, "k_proj": k_dim, "v_proj": share * v_dim, "g_proj": share * v_dim},
+        "in_proj_ba": {"b_proj": share, "a_proj": share},
+    }
+    renamed = {}
+    for name, x in arrays.items():
+        kind, _, fused = name.removesuffix(".weight").partition("/")
+        if fused not in parts:
+            renamed[name] = x
+            continue
+        ends = np.cumsum(list(parts[fused].values()))[:-1]
+        per_head = x.reshape(key_heads, -1, x.shape[-1])
+        for part, rows in zip(parts[fused], np.split(per_head, ends, axis=1), strict=True):
+            renamed[f"{kind}/{part}.weight"] = rows.reshape(-1, x.shape[-1])
+    return renamed
+
+
 def kimi_linear_layers():
     from transformers.models.kimi_linear import modeling_kimi_linear as kimi
 
@@ -197,6 +241,7 @@ def lineage_layers():
     from transformers.models.gpt2.modeling_gpt2 import GPT2Block
     from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
     from transformers.models.olmo_hybrid import modeling_olmo_hybrid as olmo
+    from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
     gpt2 = GPT2Config(n_embd=12, n_head=3, n_inner=20, n_positions=32, attn_implementation="eager")
     mask = torch.full((19, 19), -torch.inf).triu(1)[None, None]
@@ -210,7 +255,17 @@ def lineage_layers():
         linear_key_head_dim=8, linear_value_head_dim=5, linear_allow_neg_eigval=False, layer_types=["linear_attention", "full_attention"],
     )  # fmt: skip
     gdn = record_layer(olmo.OlmoHybridGatedDeltaNet(hybrid, 0), 12, lambda m, x: m(x), 26)
-    return {"gpt2_block": block, "mamba2": mamba2, "gated_deltanet": released(gdn | {"qkv": [16, 16, 20]})}
+    qwen3 = qwen.Qwen3NextConfig(
+        hidden_size=12, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=5,
+        num_hidden_layers=2, layer_types=["linear_attention", "full_attention"], rms_norm_eps=1e-5,
+    )  # fmt: skip
+    qwen_gdn = unfused(record_layer(qwen.Qwen3NextGatedDeltaNet(qwen3, 0), 12, lambda m, x: m(x), 29), (2, 4), (8, 5))
+    return {
+        "gpt2_block": block,
+        "mamba2": mamba2,
+        "gated_deltanet": released(gdn | {"qkv": [16, 16, 20]}),
+        "qwen3_next": released(qwen_gdn | {"qkv": [16, 16, 20]}),
+    }
 
 
 def write(name, cases):
@@ -222,6 +277,6 @@ def write(name, cases):
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    write("ops.npz", recurrences() | gates())
+    write("ops.npz", recurrences() | gates() | layer_paths())
     write("depth.npz", {"": depth()})
     write("layers.npz", kimi_linear_layers() | lineage_layers())

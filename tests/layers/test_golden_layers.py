@@ -27,7 +27,7 @@ TOLERANCE = 1e-5
 def _part(table, prefix):
     """The entries of a family's table below a submodule."""
     below = {ours: tensor for ours, tensor in table.items() if ours.startswith(prefix)}
-    return {ours.removeprefix(prefix): Tensor(name.removeprefix(prefix), form) for ours, (name, form) in below.items()}
+    return {ours.removeprefix(prefix): tensor._replace(name=tensor.name.removeprefix(prefix)) for ours, tensor in below.items()}
 
 
 _MAMBA2 = {
@@ -46,6 +46,11 @@ _GATED_DELTANET = _ATTENTION | {
     "a_proj.kernel": Tensor("a_proj.weight", MATRIX),
     "g_proj.kernel": Tensor("g_proj.weight", MATRIX),
 }
+_QWEN3_NEXT = _GATED_DELTANET | {
+    "b_proj.kernel": Tensor("b_proj.weight", MATRIX),
+    "o_norm.scale": Tensor("norm.weight"),
+    "o_proj.kernel": Tensor("out_proj.weight", MATRIX),
+}
 _SIZES = {"hidden_size": 12, "num_heads": 3}
 _MLA = {"kv_lora_rank": 7, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
 _MOE = {"intermediate_size": 10, "num_experts": 6, "num_experts_per_token": 2, "num_groups": 2, "top_groups": 1}
@@ -60,18 +65,21 @@ LAYERS = {
     "gpt2_block": (lambda rngs: GPT2Block(GPT2Config(n_embd=12, n_head=3, n_inner=20, n_layer=1), rngs), gpt2.LAYER),
     "mamba2": (lambda rngs: layers.Mamba2(hidden_size=12, num_heads=4, head_dim=6, state_size=8, rngs=rngs), _MAMBA2),
     "gated_deltanet": (lambda rngs: layers.GatedDeltaNet(hidden_size=12, **_GDN, rngs=rngs), _GATED_DELTANET),
+    "qwen3_next": (lambda rngs: layers.GatedDeltaNet(hidden_size=12, **_GDN, rngs=rngs), _QWEN3_NEXT),
 }
 
 
 def read(table, path, shape, golden, kind):
     """Our array at `path`, from the weights or the gradients of a golden case."""
-    name, form = table[path]
-    if "{e}" in name:
-        stored = [golden[f"{kind}/{name.replace('{e}', str(e))}"] for e in range(shape[0])]
-        return np.stack([form.read(x, shape[1:], tuple(map(slice, shape[1:]))) for x in stored])
-    stored = golden[f"{kind}/{name}"]
-    assert form.accepts(stored.shape, shape), (name, stored.shape, shape)
-    return form.read(stored, shape, tuple(map(slice, shape)))
+    tensor = table[path]
+    if "{e}" in tensor.name:
+        return np.stack([_read(tensor, golden[f"{kind}/{tensor.name.replace('{e}', str(e))}"], shape[1:]) for e in range(shape[0])])
+    return _read(tensor, golden[f"{kind}/{tensor.name}"], shape)
+
+
+def _read(tensor, stored, shape):
+    assert tensor.form.accepts(stored.shape, shape), (tensor.name, stored.shape, shape)
+    return tensor.form.read(stored, shape)
 
 
 @pytest.mark.parametrize("case", LAYERS)

@@ -61,3 +61,15 @@ def test_gate(case, lower_bound):
     golden = CASES[case]
     gate = lambda x, A_log, dt_bias: (ops.kda_gate(x, A_log, dt_bias.reshape(x.shape[2:]), lower_bound),)
     compare(gate, golden, ("x", "A_log", "dt_bias"), ("g",))
+
+
+@pytest.mark.parametrize("implementation", ["scan", "xla"])
+@pytest.mark.parametrize(("case", "lower_bound"), [("kda_from_logits", None), ("kda_from_logits_bounded", -5.0)])
+def test_from_logits(case, lower_bound, implementation):
+    """With the gradients of A_log and dt_bias."""
+
+    def f(q, k, v, x, beta_logits, A_log, dt_bias, initial_state):
+        options = dict(lower_bound=lower_bound, initial_state=initial_state, implementation=implementation)
+        return tuple(ops.kda_from_logits(q, k, v, x, beta_logits, A_log, dt_bias.reshape(x.shape[2:]), **options))
+
+    compare(f, CASES[case], ("q", "k", "v", "x", "beta_logits", "A_log", "dt_bias", "initial_state"), ("o", "final_state"))
