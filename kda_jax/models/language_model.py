@@ -4,6 +4,7 @@ from typing import NamedTuple, no_type_check
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from kda_jax.models.cache import HybridCache, StackCache, advance
@@ -11,7 +12,7 @@ from kda_jax.models.config import ModelConfig
 from kda_jax.models.inputs import Inputs, read_inputs
 from kda_jax.models.placement import gathered
 from kda_jax.models.stack import Stack
-from kda_jax.sharding import constrain
+from kda_jax.sharding import automatic, constrain
 
 
 class ModelOutput(NamedTuple):
@@ -67,7 +68,13 @@ class LanguageModel(nnx.Module):
         Raises:
             ValueError: a shape that does not fit; where values can be seen (outside jit) also a token id out of range, or more tokens
                 than the cache or the model's positions hold. Inside jit such a row gets NaN logits instead.
+
+        Sharding: rows, time and vocabulary of the logits as the ambient mesh splits them. On an explicit mesh results are whole on every
+            device; `sharding.automatic` around a function of one's own, as the train step has it, leaves them where they were made.
         """
+        return automatic(type(self)._forward, PartitionSpec())(self, tokens, cache, segment_ids)
+
+    def _forward(self, tokens: Array, cache: HybridCache | None, segment_ids: Array | None) -> ModelOutput:
         inputs = read_inputs(tokens, cache, segment_ids, self.config.vocab_size)
         parts = None if cache is None else StackCache(cache.prologue, cache.periods, cache.epilogue)
         ends = gathered(self, but=self.stack)

@@ -28,7 +28,7 @@ from kda_jax.train.evaluate import Evaluation, evaluate, make_eval_forward
 from kda_jax.train.metrics import Report, dtype_table
 from kda_jax.train.optim import make_optimizer, make_schedule
 from kda_jax.train.start import check_start, start_weights
-from kda_jax.train.state import TrainState, flatten, initial_state, shapes, split, state_shardings, with_shardings
+from kda_jax.train.state import TrainState, flatten, initial_state, left_whole, shapes, split, state_shardings, with_shardings
 from kda_jax.train.step import StepMetrics, make_train_step
 
 
@@ -53,6 +53,8 @@ class _Parts(NamedTuple):
     mesh: jax.sharding.Mesh
     shardings: TrainState
     """Of the state."""
+    left_whole: list[str]
+    """What the mesh does not divide."""
 
     def fresh(self) -> TrainState:
         return initial_state(self.config.model, self.optimizer, self.config.train.seed)
@@ -98,7 +100,7 @@ def train(config: RunConfig, run_dir: str | Path, console: Console | None = None
         rows = f"{len(parts.corpus.train):,} rows of {config.data.seq_len} tokens to train on"
         say(f"{config.name}: {_size(state.params):,} parameters, {rows}")
         processes = "" if jax.process_count() == 1 else f" in {jax.process_count()} processes"
-        say(f"computes on {config.mesh} of {jax.device_count()} devices{processes}")
+        say("\n".join([f"computes on {config.mesh} of {jax.device_count()} devices{processes}", *parts.left_whole]))
         say(dtype_table(state, config.train.compute_dtype, config.optim.no_decay))
         metrics = run_dir / "metrics.jsonl" if distributed.is_first() else None
         with Report(metrics, step=int(state.step), steps=config.train.steps, console=console) as report:
@@ -132,7 +134,8 @@ def _prepare(config: RunConfig) -> _Parts:
     mesh = sharding.make_mesh(config.mesh, jax.devices() if jax.process_count() > 1 else None)
     optimizer = make_optimizer(config.optim, config.model)
     shardings = state_shardings(model, jax.eval_shape(lambda: initial_state(config.model, optimizer, config.train.seed)), mesh)
-    return _Parts(config, tokenizer, load_corpus(config.data, tokenizer), split(model)[0], optimizer, schedule, mesh, shardings)
+    corpus, whole = load_corpus(config.data, tokenizer), left_whole(model, mesh)
+    return _Parts(config, tokenizer, corpus, split(model)[0], optimizer, schedule, mesh, shardings, whole)
 
 
 def _check_run_dir(run_dir: Path, config: RunConfig) -> None:

@@ -83,6 +83,12 @@ def state_shardings(model: nnx.Module, abstract: Any, mesh: jax.sharding.Mesh) -
     return jax.tree_util.tree_map_with_path(one, abstract)
 
 
+def left_whole(model: nnx.Module, mesh: jax.sharding.Mesh) -> list[str]:
+    """A sentence for every parameter axis that the mesh would split if it divided it (`sharding.parameter_report`)."""
+    names, arrays = axes(model), (flatten(tree) for tree in split(model)[1:])
+    return sharding.parameter_report(mesh, {path: (names[path], leaf.shape) for tree in arrays for path, leaf in tree.items()})
+
+
 def with_shardings(abstract: Any, shardings: Any) -> Any:
     """Shapes and dtypes that also say where the arrays are to be."""
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings)

@@ -1,5 +1,7 @@
 """Training on meshes of eight fake devices: the same losses, everything stored in parts."""
 
+import collections
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -8,6 +10,7 @@ import json
 import jax
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 from tiny import GPT2, HYBRID, copy, random_batch, run_config, write_text
 
 import kda_jax
@@ -113,6 +116,31 @@ def test_a_run_on_a_mesh(tmp_path):
     mesh = make_mesh(MeshConfig(fsdp=2, tensor=4))
     model = kda_jax.load(tmp_path / "many", mesh=mesh)
     assert model.h.periods[0].attn.c_attn.kernel[...].sharding.spec == jax.sharding.PartitionSpec(None, "fsdp", "tensor")
+    logits = jax.jit(lambda model: model(tokens).logits)
     with jax.set_mesh(mesh):
-        np.testing.assert_allclose(jax.jit(lambda model: model(tokens).logits)(model), wanted, atol=1e-5)
-    np.testing.assert_allclose(jax.jit(lambda model: model(tokens).logits)(model), wanted, atol=1e-5)
+        np.testing.assert_allclose(logits(model), wanted, atol=1e-5)
+    np.testing.assert_allclose(logits(model), wanted, atol=1e-5)
+    mesh = make_mesh(MeshConfig(fsdp=2, tensor=4, axis_type="explicit"))
+    with jax.set_mesh(mesh):
+        np.testing.assert_allclose(logits(kda_jax.load(tmp_path / "many", mesh=mesh)), wanted, atol=1e-5)
+
+
+def test_a_mesh_of_one_device_adds_nothing():
+    """The step traces to the same program with a mesh of ones and without a mesh."""
+    state, model = fresh()
+    optimizer, schedule = make_optimizer(CONFIG.optim, MODEL), make_schedule(CONFIG.optim, 12)
+    mesh = make_mesh(MeshConfig())
+    programs = []
+    for placed in (None, state_shardings(model, state, mesh)):
+        step = make_train_step(split(model)[0], optimizer, schedule, CONFIG, placed)
+        with jax.set_mesh(mesh) if placed is not None else contextlib.nullcontext():
+            traced = step.trace(jax.eval_shape(lambda: state), random_batch(8))
+        programs.append(collections.Counter(str(eqn.primitive) for eqn in equations(traced.jaxpr.jaxpr)))
+    assert programs[0] == programs[1]
+
+
+def equations(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jaxprs_in_params(eqn.params):
+            yield from equations(inner)
