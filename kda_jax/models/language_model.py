@@ -74,6 +74,7 @@ class LanguageModel(nnx.Module):
         """
         return automatic(type(self)._forward, PartitionSpec())(self, tokens, cache, segment_ids)
 
+    @no_type_check  # called with whatever __call__ was given
     def _forward(self, tokens: Array, cache: HybridCache | None, segment_ids: Array | None) -> ModelOutput:
         inputs = read_inputs(tokens, cache, segment_ids, self.config.vocab_size)
         parts = None if cache is None else StackCache(cache.prologue, cache.periods, cache.epilogue)
