@@ -60,8 +60,8 @@ def values(plan: Plan, refs, step: Step, do, ready: Prepared, score: D.Scores, f
     solve, read = None, [None] * len(heads)
     if plan.delta:
         solve = to_block(plan, saved(plan, refs["inverse"][0, 0, heads[0] // plan.pack]), refs["diagonal"][...])
-        state = [saved(plan, refs["states"][0, 0, h])[0] for h in heads]
-        read = [dot(plan, rows(op.k_state).astype(plan.operand), s, (1, 1)) for s, op in zip(state, ready.operands, strict=True)]
+        state = [saved(plan, refs["states"][0, 0, h]) for h in heads]  # as exact as in the forward: dbeta is of what v - k~ S leaves
+        read = [dot(plan, rows(op.k_state), s, (1, 1)) for s, op in zip(state, ready.operands, strict=True)]
         yield
     z = written(plan, v, read, ready, factor, solve)
     do = rows([f.query * do[h].astype(jnp.float32) for h, f in zip(heads, factor, strict=True)])
