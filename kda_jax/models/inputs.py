@@ -77,13 +77,14 @@ def _check_shapes(tokens, cache: HybridCache | None, segment_ids) -> None:
 
 def _check_values(inputs: Inputs, cache: HybridCache | None, vocab_size: int) -> None:
     if concrete(inputs.tokens):
-        low, high = int(np.min(inputs.tokens)), int(np.max(inputs.tokens))
+        tokens = np.asarray(inputs.tokens)  # a constant inside jit can be seen too, but not through jnp, which would trace
+        low, high = int(tokens.min()), int(tokens.max())
         if low < 0 or high >= vocab_size:
             raise ValueError(f"tokens must lie in 0..{vocab_size - 1}, got ids from {low} to {high}")
     if cache is None or cache.capacity is None:
         return
     if concrete(inputs.added, cache.length):
-        longest = int(np.max(cache.length + inputs.added))
+        longest = int(np.max(np.asarray(cache.length) + np.asarray(inputs.added)))
         if longest > cache.capacity:
             raise ValueError(
                 f"cache holds {cache.capacity} tokens per row and this call would make {longest}: use init_cache with a larger max_len"

@@ -23,8 +23,8 @@ class Situ:
     Example:
         >>> import jax.numpy as jnp
         >>> from kda_jax import ops
-        >>> round(float(ops.Situ(4.0, 25.0)(jnp.array(1.0), jnp.array(2.0))), 6)
-        1.429351
+        >>> round(float(ops.Situ(4.0, 25.0)(jnp.array([1.0]), jnp.array([2.0]))[0]), 4)
+        1.4294
     """
 
     beta: float

@@ -250,8 +250,11 @@ def _validate(spec, inputs, initial_state, segment_ids, chunk_size, implementati
     if g is not None:
         allowed = [shapes[d] for d in spec.decays]
         need(tuple(g.shape) in allowed, "g", g, " or ".join(map(str, allowed)))
-        if isinstance(g, jax.Array) and not isinstance(g, jax.core.Tracer) and bool(jnp.any(g > 0)):
-            raise ValueError(f"{spec.name}: g is a log decay and must be <= 0, but its largest value is {float(jnp.max(g)):g}")
+        if isinstance(g, jax.Array) and not isinstance(g, jax.core.Tracer):
+            with jax.ensure_compile_time_eval():  # inside jit, jnp would trace what is done to a constant
+                largest = float(jnp.max(g, initial=-jnp.inf))
+            if largest > 0:
+                raise ValueError(f"{spec.name}: g is a log decay and must be <= 0, but its largest value is {largest:g}")
     if beta is not None:
         need(tuple(beta.shape) == (B, T, HV), "beta", beta, f"{(B, T, HV)}")
     if initial_state is not None:

@@ -18,7 +18,7 @@ every_family = pytest.mark.parametrize("name", FAMILIES)
 def run_pieces(mixer, x, cache, sizes):
     ys = []
     for piece in jnp.split(x, np.cumsum(sizes)[:-1], axis=1):
-        y, cache = forward(mixer, piece, cache)
+        y, cache, _ = forward(mixer, piece, cache)
         ys.append(y)
     return jnp.concatenate(ys, axis=1), cache
 
@@ -93,7 +93,7 @@ def test_R068_padding_changes_nothing_and_packed_equals_separate(name):
 def test_R069_padding_is_honoured_when_the_cache_has_a_state(name):
     mixer = build(name)
     pair, rows, ids = padded_batch()
-    _, before = forward(mixer, random_input(2, 5, seed=5), mixer.init_cache(2, CAPACITY))
+    before = forward(mixer, random_input(2, 5, seed=5), mixer.init_cache(2, CAPACITY)).cache
     fresh = forward(mixer, pair, mixer.init_cache(2, CAPACITY))
     out = forward(mixer, rows, jax.tree.map(lambda a: a[jnp.zeros(len(IDS), int)], before), ids)
     check_padded(out, forward(mixer, pair, before), fresh, mixer, before)
@@ -166,8 +166,8 @@ def test_R013_bfloat16_inputs_keep_a_float32_state(name):
     graphdef, state = nnx.split(mixer)
     low = nnx.merge(graphdef, params.cast(state, jnp.bfloat16))
     x = random_input(2, 5)
-    y, cache = forward(low, x.astype(jnp.bfloat16), mixer.init_cache(2, CAPACITY, jnp.bfloat16))
-    exact, _ = forward(mixer, x, mixer.init_cache(2, CAPACITY))
+    y, cache, _ = forward(low, x.astype(jnp.bfloat16), mixer.init_cache(2, CAPACITY, jnp.bfloat16))
+    exact = forward(mixer, x, mixer.init_cache(2, CAPACITY)).y
     assert y.dtype == jnp.bfloat16
     assert_close(y, exact, rtol=4e-2)
     if name in RECURRENT:
@@ -183,8 +183,8 @@ def test_R054_tokens_beyond_the_capacity_are_dropped_not_clipped(name):
     x = random_input(2, 5)
     full = mixer.init_cache(2, CAPACITY)
     for _ in range(CAPACITY // 5):
-        _, full = forward(mixer, x, full)
-    _, over = forward(mixer, x, full)
+        full = forward(mixer, x, full).cache
+    over = forward(mixer, x, full).cache
     for before, after in zip(full[:-2], over[:-2], strict=True):
         np.testing.assert_array_equal(after, before)
     np.testing.assert_array_equal(over.length, CAPACITY + 5)

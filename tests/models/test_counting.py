@@ -52,8 +52,10 @@ def test_count_equals_the_formula_R096(config):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_count_equals_the_sum_of_leaf_sizes_R096(name):
+    """And, for Kimi K3, the zeros that its checkpoints store behind the heads' values of every A_log: one for each of 4 KDA layers here."""
     model = build(name)
-    assert models.count(CONFIGS[name]).total == sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model)))
+    zeros = 4 * (4 - 3) if name == "kimi_k3" else 0
+    assert models.count(CONFIGS[name]).total == zeros + sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model)))
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -21,6 +21,7 @@ from model_cases import (
     forward,
     random_tokens,
     reference,
+    rounding,
 )
 
 every_model = pytest.mark.parametrize("name", CONFIGS)
@@ -36,15 +37,15 @@ def continue_in(name, splits):
     return np.concatenate(logits, axis=1), cache
 
 
-def assert_same_cache(got, want):
-    """Leaf by leaf: counters equal, the rest to 1e-5."""
+def assert_same_cache(got, want, rtol=1e-5):
+    """Leaf by leaf: counters equal, the rest to rtol."""
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert a.dtype == b.dtype
         if jnp.issubdtype(a.dtype, jnp.integer):
             np.testing.assert_array_equal(a, b)
         else:
-            assert_close(a, b)
+            assert_close(a, b, rtol)
 
 
 @every_model
@@ -53,11 +54,11 @@ def test_any_split_equals_the_forward_without_cache_R047_R048(name):
     caches = []
     for splits in ([12] * 4, [1] * 12 + [12] * 3, [12, 1, 1, 12, 12] + [1] * 10):
         logits, cache = continue_in(name, splits)
-        assert_close(logits, reference(name)[:, :48])
+        assert_close(logits, reference(name)[:, :48], max(1e-5, 2 * rounding(name)))
         np.testing.assert_array_equal(cache.length, [48] * ROWS)
         caches.append(cache)
     for cache in caches[1:]:
-        assert_same_cache(cache, caches[0])
+        assert_same_cache(cache, caches[0], max(1e-5, 2 * rounding(name)))
 
 
 @pytest.mark.parametrize("splits", [[37, 63], [63, 37]])
@@ -90,18 +91,18 @@ def pad(tokens, where):
 @pytest.mark.parametrize("where", ["left", "right", "between"])
 def test_padded_prompts_of_unequal_length_equal_each_alone_R062_R068_R069(name, where):
     """Two padded calls, the second with padding too, then three decoded tokens, against each row in one call."""
-    cache, seen, rows = empty_cache(name), np.zeros(ROWS, int), np.arange(ROWS)
+    cache, seen, rows, rtol = empty_cache(name), np.zeros(ROWS, int), np.arange(ROWS), max(1e-5, 2 * rounding(name))
     for _ in range(2):
         padded, ids = pad(np.stack([np.roll(row, -n) for row, n in zip(TOKENS, seen, strict=True)]), where)
         out = forward(build(name), padded, cache, ids)
         cache = out.cache
         for r, n in enumerate(LENGTHS):
-            assert_close(out.logits[r][np.asarray(ids[r]) > 0], reference(name)[r, seen[r] : seen[r] + n])
+            assert_close(out.logits[r][np.asarray(ids[r]) > 0], reference(name)[r, seen[r] : seen[r] + n], rtol)
         seen += LENGTHS
     np.testing.assert_array_equal(cache.length, seen)
     for _ in range(3):
         out = forward(build(name), jnp.asarray(TOKENS[rows, seen][:, None]), cache)
-        assert_close(out.logits[:, 0], reference(name)[rows, seen])
+        assert_close(out.logits[:, 0], reference(name)[rows, seen], rtol)
         cache, seen = out.cache, seen + 1
 
 
