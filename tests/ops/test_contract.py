@@ -101,3 +101,16 @@ def test_docstring_examples_run():
     for name, module in sorted(sys.modules.items()):
         if name.startswith("kda_jax.ops"):
             assert doctest.testmod(module, optionflags=doctest.ELLIPSIS).failed == 0, name
+
+
+def test_values_of_a_constant_are_checked_inside_jit():
+    """What is done to a constant inside jit is traced, but its values can be seen, and a positive gate is named there too."""
+    inputs = ops.REGISTRY["kda"].make_inputs(jax.random.key(0), B=1, T=3, H=1, HV=1, K=4, V=4)
+
+    def loss(q, g):
+        return ops.kda(q, inputs.k, inputs.v, g, inputs.beta, implementation="scan").o.sum()
+
+    assert jnp.isfinite(jax.jit(lambda q: loss(q, inputs.g))(inputs.q))
+    positive = -inputs.g
+    with pytest.raises(ValueError, match="log decay"):
+        jax.jit(lambda q: loss(q, positive))(inputs.q)
