@@ -254,18 +254,21 @@ class Run(NamedTuple):
 
 def read_run_config(path: str | Path) -> RunConfig:
     """The resolved configuration of a run directory. Raises UserError: `path` is none."""
+    return from_dict(json.loads((_run_directory(path) / "config.json").read_text()))
+
+
+def _run_directory(path: str | Path) -> Path:
     run_dir = Path(path)
     if not (run_dir / "config.json").is_file() or not (run_dir / "checkpoints").is_dir():
         raise UserError(f"{run_dir} is not a run directory: it has no config.json and checkpoints/ as `kda-jax train` writes them")
-    return from_dict(json.loads((run_dir / "config.json").read_text()))
+    return run_dir
 
 
 def load_run(path: str | Path, *, dtype: Any = None, mesh: jax.sharding.Mesh | None = None, say: Say = print) -> Run:
     """`load`, with the run's configuration and the step."""
     from kda_jax.layers.params import cast
 
-    run_dir = Path(path)
-    read_run_config(run_dir)
+    run_dir = _run_directory(path)  # the configuration comes from the checkpoint itself
     for directory in step_directories(run_dir):
         try:
             meta = read_meta(directory)

@@ -21,7 +21,7 @@ def ranks() -> dict[bytes, int]:
 
 
 def write_encoder_json(path, ranks: dict[bytes, int]) -> None:
-    spelling = tokenizer._printable_bytes()
+    spelling = tokenizer.printable_bytes()
     names = {"".join(spelling[b] for b in token): i for token, i in ranks.items()}
     path.write_text(json.dumps(names | {"<|endoftext|>": tokenizer.GPT2_END_OF_TEXT}))
 
