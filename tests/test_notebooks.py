@@ -33,7 +33,10 @@ def test_every_notebook_is_tested():
     assert {path.stem for path in (ROOT / "notebooks").glob("*.py")} == set(SMALL)
 
 
-@pytest.mark.parametrize("name", SMALL)
+SLOW = {"04_hybrid_cache"}  # compiles a decoding program for every length of context, 100 s
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in SMALL])
 def test_notebook(name, tmp_path):
     """The code cells as one program, in a process of their own, with the parameters replaced."""
     notebook = jupytext.read(ROOT / "notebooks" / f"{name}.py")

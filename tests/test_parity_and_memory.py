@@ -60,6 +60,7 @@ def test_first_sublayer_that_differs_R121(directory, weight, module, tmp_path, c
     assert f"{module} is the first that differs" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_activations_of_kimi_k3():
     """A depth stream too; the last logits are those of the model, and the model is as it was."""
     model = models.build(presets.tiny_k3(), nnx.Rngs(0))

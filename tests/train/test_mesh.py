@@ -64,7 +64,7 @@ SPREAD = [
 ]
 
 
-@pytest.mark.parametrize("mesh", SPREAD, ids=str)
+@pytest.mark.parametrize("mesh", [pytest.param(SPREAD[0], marks=pytest.mark.slow), *SPREAD[1:]], ids=str)
 def test_losses_of_one_device(mesh):
     """Five steps of a hybrid with experts on rows of unequal lengths. 25 s of processor time each: the compiler's."""
     np.testing.assert_allclose(losses(mesh), losses(MeshConfig()), rtol=1e-5)
