@@ -4,7 +4,7 @@
     kda-jax train --config configs/demo.py --run-dir runs/demo
     kda-jax generate runs/demo --prompt "The Congress of the United States"
 
-1,732,820 parameters, 1000 steps of 512 tokens: about four minutes on two CPU cores, half a minute of it compiling.
+1,732,820 parameters, 1000 steps of 512 tokens: 4 min 14 s on two cores of a Xeon, compiling included.
 Expected: 2.59 bits per byte on held-out documents (3.25 at step 250, 2.94 at 500, 2.70 at 750).
 """
 
