@@ -20,7 +20,9 @@ def abstract(decay, delta, B=1, T=128, H=8, HV=8, K=128, V=128, dtype=jnp.bfloat
 
 
 def export(f, *args):
-    return jax.export.export(jax.jit(f), platforms=["tpu"])(*args)
+    exported = jax.export.export(jax.jit(f), platforms=["tpu"])(*args)
+    assert "tpu_custom_call" in exported.mlir_module()
+    return exported
 
 
 def gradients(decay, **options):
