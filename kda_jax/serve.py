@@ -155,8 +155,8 @@ class SlotPool:
         self._requests[slot] = request
 
     def _prefill(self, request: Request) -> tuple[Float[Array, "1 Z"], HybridCache]:
-        prompt, every = request.prompt, self._prefixes.every if self._prefixes else len(request.prompt)
-        found = self._prefixes.longest(prompt) if self._prefixes else None
+        prompt, every = request.prompt, len(request.prompt) if self._prefixes is None else self._prefixes.every
+        found = None if self._prefixes is None else self._prefixes.longest(prompt)
         first, logits, cache = found or (0, None, self._empty)
         request.reused = first
         while first < len(prompt):
@@ -167,7 +167,7 @@ class SlotPool:
                 tokens[0, : len(piece)], valid[0, : len(piece)] = piece, 1
                 logits, cache = _read(self._model, tokens, valid, cache)
                 first += len(piece)
-            if self._prefixes:
+            if self._prefixes is not None:
                 self._prefixes.put(prompt[:first], logits, cache)
         return logits, cache
 

@@ -91,10 +91,10 @@ def test_prefixes_R050_R059(model):
     assert len(prefixes) <= 8
 
 
-def test_snapshots_are_dropped_in_turn():
-    cache = PrefixCache(capacity=2)
+def test_snapshots_are_dropped_in_turn(model):
+    cache, row = PrefixCache(capacity=2), model.init_cache(1, 1)
     for token in (1, 2, 1, 3):
-        cache.longest([token]) or cache.put([token], jnp.zeros((1, 1)), None)
+        cache.longest([token]) or cache.put([token], jnp.zeros((1, 1)), row)
     assert cache.longest([2]) is None
     assert cache.longest([1, 9])[0] == 1
 
