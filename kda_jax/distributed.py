@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from kda_jax.errors import ProcessLost, UserError
+from kda_jax.errors import Interrupted, ProcessLost, UserError
 
 SILENCE_SECONDS = 30.0
 """A process that gives no sign of life for so long counts as gone."""
@@ -98,9 +98,14 @@ def finish() -> None:
 
 
 def leave(error: BaseException) -> None:
-    """Tell the others that this process stops because of `error`; they would wait for it."""
-    if jax.distributed.is_initialized():
-        _Watch.end(f"{_STOPPED}{error}")
+    """Leave because of `error`: with the others where all were asked to stop, else after telling them, for they would wait."""
+    if not jax.distributed.is_initialized():
+        return
+    if isinstance(error, Interrupted):  # raised in every process after the same step
+        return finish()
+    _Watch.end(f"{_STOPPED}{error}")
+    if is_first():
+        time.sleep(2 * _PERIOD_SECONDS)  # its words are in a store that goes with this process, and whoever misses the store aborts
 
 
 def is_joined() -> bool:

@@ -23,8 +23,7 @@ GREEDY = Sampling(max_new_tokens=6, temperature=0.0)
 @pytest.fixture(scope="module")
 def model():
     config = dataclasses.replace(presets.tiny_hybrid(), initializer_range=0.2)
-    options = {"xla_backend_optimization_level": 0}
-    return jax.jit(lambda: models.build(config, nnx.Rngs(0)), compiler_options=options)()
+    return jax.jit(lambda: models.build(config, nnx.Rngs(0)))()
 
 
 @pytest.fixture(scope="module")

@@ -63,11 +63,7 @@ def filled(config):
     return nnx.merge(graphdef, jax.tree_util.tree_map_with_path(fill, state))
 
 
-# Compiled without optimisation: the same program in a third of the time, which on models this small is all there is.
-UNOPTIMISED = {"xla_backend_optimization_level": 0}
-
-
-@functools.partial(jax.jit, compiler_options=UNOPTIMISED)
+@jax.jit
 def forward(model, tokens, cache=None, segment_ids=None):
     """Every new shape is a compilation per model, so the tests share four: [ROWS, LONG] without cache; with one [ROWS, BUCKET], the
     same with segment ids, and [ROWS, 1]."""

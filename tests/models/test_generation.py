@@ -12,7 +12,6 @@ from model_cases import (
     LONG,
     ROWS,
     TOKENS,
-    UNOPTIMISED,
     VOCAB,
     assert_bitwise,
     assert_close,
@@ -143,7 +142,7 @@ def test_a_sequence_goes_on_in_the_next_call_while_new_ones_start_R036(name):
     np.testing.assert_array_equal((out3.cache.length, out3.cache.start), ([25] * ROWS, [16] * ROWS))
 
 
-@functools.partial(jax.jit, compiler_options=UNOPTIMISED)
+@jax.jit
 def weighted_gradients(model, tokens, segment_ids, weight):
     """Gradients of the sum of weight x logits over real tokens, and the logits."""
 

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from model_cases import CONFIGS, TOKENS, UNOPTIMISED, VOCAB, build, filled, forward
+from model_cases import CONFIGS, TOKENS, VOCAB, build, filled, forward
 
 from kda_jax import models
 from kda_jax.layers import RouterBias
@@ -50,7 +50,7 @@ def lower_gradients(config, T=64):
 def loss_and_gradients(remat):
     model = filled(thin_hybrid(remat=remat))
     assert model.layers.layout.repeats == 2
-    return jax.jit(jax.value_and_grad(loss_of), compiler_options=UNOPTIMISED)(model, jnp.asarray(TOKENS[:, :24]))
+    return jax.jit(jax.value_and_grad(loss_of))(model, jnp.asarray(TOKENS[:, :24]))
 
 
 @pytest.mark.parametrize("remat", ["full", "dots"])
@@ -74,7 +74,7 @@ def test_scanned_periods_equal_a_loop_over_the_layers_R160():
     model, tokens = build("kimi_linear"), jnp.asarray(TOKENS)
     assert model.stack.layout.repeats > 1
 
-    @functools.partial(jax.jit, compiler_options=UNOPTIMISED)
+    @jax.jit
     def loop(model, tokens):
         x, counts = model.embed_tokens(tokens), []
         for i in range(model.config.num_hidden_layers):
@@ -101,7 +101,7 @@ def test_program_does_not_grow_with_depth_R157():
 
 
 def temp_bytes(config):
-    return lower_gradients(config, T=128).compile(compiler_options=UNOPTIMISED).memory_analysis().temp_size_in_bytes
+    return lower_gradients(config, T=128).compile().memory_analysis().temp_size_in_bytes
 
 
 def test_full_remat_keeps_one_input_per_layer_R156():

@@ -8,12 +8,11 @@ from kda_jax import ops
 from kda_jax.ops.spec import Inputs
 
 CASES = [pytest.param(spec, decay, id=f"{name}-{decay}") for name, spec in ops.REGISTRY.items() for decay in spec.decays]
-OPTIMISED = {"xla_backend_optimization_level": 3}  # as users compile; conftest lowers it for the other tests
 
 
 @pytest.mark.parametrize("implementation", ["scan", "xla"])
 @pytest.mark.parametrize(("spec", "decay"), CASES)
-def test_the_future_is_invisible(spec, decay, implementation):
+def test_the_future_is_invisible(spec, decay, implementation, as_users):
     """Leaks through anchors: outputs before p and the gradients of a loss on them, for p inside and on chunk edges."""
     T, call = 130, getattr(ops, spec.name)
     inputs = spec.make_inputs(jax.random.key(0), B=1, T=T, decay=decay)
@@ -25,7 +24,7 @@ def test_the_future_is_invisible(spec, decay, implementation):
         o, pull = jax.vjp(lambda x: call(*spec.arrays(x), implementation=implementation).o, inputs)
         return o, pull(jnp.where(past, do, 0))[0]
 
-    run = jax.jit(run, compiler_options=OPTIMISED)
+    run = jax.jit(run, compiler_options=as_users)
     for p in (5, 64, 77, 128):
         past = jnp.arange(T) < p
         mixed = Inputs(
@@ -39,10 +38,10 @@ def test_the_future_is_invisible(spec, decay, implementation):
 
 @pytest.mark.parametrize("chunk_size", [16, 64])
 @pytest.mark.parametrize(("spec", "decay"), CASES)
-def test_appending_tokens_never_changes_the_prefix(spec, decay, chunk_size):
+def test_appending_tokens_never_changes_the_prefix(spec, decay, chunk_size, as_users):
     call = getattr(ops, spec.name)
     inputs = spec.make_inputs(jax.random.key(3), B=1, T=300, decay=decay)
-    run = jax.jit(lambda x: call(*spec.arrays(x), chunk_size=chunk_size, implementation="xla").o, compiler_options=OPTIMISED)
+    run = jax.jit(lambda x: call(*spec.arrays(x), chunk_size=chunk_size, implementation="xla").o, compiler_options=as_users)
     whole = run(inputs)
     for T in (2, 63, 65, 200):
         prefix = run(Inputs(*(None if x is None else x[:, :T] for x in inputs)))

@@ -11,15 +11,13 @@ import pytest
 from kda_jax import ops, sharding
 from kda_jax.testing import assert_close
 
-DEFAULT = {"xla_backend_optimization_level": 3}  # conftest lowers it, and at that level the fusion is another
-
 
 @pytest.mark.parametrize("name", ["kda", "gated_linear_attention"])
-def test_the_forward_alone(name, monkeypatch):
+def test_the_forward_alone(name, monkeypatch, as_users):
     monkeypatch.setattr(sharding, "platform", lambda: "gpu")
     spec = ops.REGISTRY[name]
     arrays = spec.arrays(spec.make_inputs(jax.random.key(0), B=2, T=31, H=4, HV=4, K=32, V=32))
-    found = jax.jit(lambda *a: getattr(ops, name)(*a, implementation="xla"), compiler_options=DEFAULT)(*arrays)
+    found = jax.jit(lambda *a: getattr(ops, name)(*a, implementation="xla"), compiler_options=as_users)(*arrays)
     reference = getattr(ops, name)(*arrays, implementation="scan")
     assert_close("o", found.o, reference.o, 2e-6)
     assert_close("final state", found.final_state, reference.final_state, 2e-6)

@@ -39,7 +39,7 @@ MODEL = dataclasses.replace(
 def trained(tmp_path_factory):
     """(config, run directory, Hugging Face directory it started from): twelve steps of fine-tuning with Quantile Balancing."""
     folder = tmp_path_factory.mktemp("k3")
-    model = jax.jit(lambda: models.build(MODEL, nnx.Rngs(7)), compiler_options={"xla_backend_optimization_level": 0})()
+    model = jax.jit(lambda: models.build(MODEL, nnx.Rngs(7)))()
     hf.save(model, folder / "hf")
     config = run_config(write_text(folder / "text"), MODEL, start_from=str(folder / "hf"))
     optim = dataclasses.replace(config.optim, router_balance="quantile", router_bins=200)
