@@ -13,10 +13,10 @@ demo: $(VENV)/data.stamp
 	$(BIN)/kda-jax generate runs/demo --prompt "The Congress of the United States" --max-new-tokens 300 --temperature 0.8
 
 test: $(VENV)/install.stamp
-	$(BIN)/python -m pytest -n $(JOBS) -q
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -q
 
 test-all: $(VENV)/install.stamp
-	$(BIN)/python -m pytest -n $(JOBS) -q -m ""
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -q -m ""
 
 lint: $(VENV)/install.stamp
 	$(BIN)/ruff check .

@@ -99,6 +99,32 @@ def make_forward(
     return forward
 
 
+def _summed_gradient(forward: Callable[[dict, dict, Batch], Sums], parts: int) -> Callable[[dict, dict, Batch], tuple[dict, Sums]]:
+    """The gradient of the loss summed over a batch, and the sums, as a function of (params, buffers, batch), in `parts` parts."""
+
+    def objective(params: dict, buffers: dict, batch: Batch) -> tuple[Array, Sums]:
+        sums = forward(params, buffers, batch)
+        return sums.nats, sums
+
+    of_part = jax.grad(objective, has_aux=True)
+
+    def gradient(params: dict, buffers: dict, batch: Batch) -> tuple[dict, Sums]:
+        # Row i goes to part i mod `parts`: of rows that are split over devices, each device's share makes a share of every part.
+        micro = jax.tree.map(lambda a: jnp.swapaxes(a.reshape(a.shape[0] // parts, parts, *a.shape[1:]), 0, 1), batch)
+        shapes = jax.eval_shape(of_part, params, buffers, jax.tree.map(lambda a: a[0], micro))
+        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+        if zeros[1].max_logits is not None:
+            zeros = zeros[0], zeros[1]._replace(max_logits=jnp.full_like(zeros[1].max_logits, -jnp.inf))
+
+        def add(total, rows: Batch):
+            grads, sums = of_part(params, buffers, rows)
+            return (jax.tree.map(jnp.add, total[0], grads), total[1].plus(sums)), None
+
+        return jax.lax.scan(add, zeros, micro)[0]
+
+    return of_part if parts == 1 else gradient
+
+
 def make_train_step(
     graphdef: nnx.GraphDef,
     optimizer: optax.GradientTransformation,
@@ -116,29 +142,7 @@ def make_train_step(
     """
     bins = config.optim.router_bins if config.optim.router_balance == "quantile" else None
     forward = make_forward(graphdef, config.train.compute_dtype, router_bins=bins, expert_capacity=config.train.expert_capacity)
-    parts = config.train.micro_batches
-
-    def objective(params: dict, buffers: dict, batch: Batch) -> tuple[Array, Sums]:
-        sums = forward(params, buffers, batch)
-        return sums.nats, sums
-
-    def gradient(params: dict, buffers: dict, batch: Batch) -> tuple[dict, Sums]:
-        """Of the summed loss, and the sums."""
-        one = jax.grad(objective, has_aux=True)
-        if parts == 1:
-            return one(params, buffers, batch)
-        # Row i goes to part i mod `parts`: of rows that are split over devices, each device's share makes a share of every part.
-        micro = jax.tree.map(lambda a: jnp.swapaxes(a.reshape(a.shape[0] // parts, parts, *a.shape[1:]), 0, 1), batch)
-        shapes = jax.eval_shape(one, params, buffers, jax.tree.map(lambda a: a[0], micro))
-        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
-        if zeros[1].max_logits is not None:
-            zeros = zeros[0], zeros[1]._replace(max_logits=jnp.full_like(zeros[1].max_logits, -jnp.inf))
-
-        def add(total, rows: Batch):
-            grads, sums = one(params, buffers, rows)
-            return (jax.tree.map(jnp.add, total[0], grads), total[1].plus(sums)), None
-
-        return jax.lax.scan(add, zeros, micro)[0]
+    gradient = _summed_gradient(forward, config.train.micro_batches)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         grads, sums = gradient(state.params, state.buffers, batch)
