@@ -4,7 +4,10 @@ import importlib
 
 __version__ = "0.1.0"
 
-_SUBMODULES = frozenset("bench checkpoint config errors generate hf layers memory models ops parity serve testing train versions".split())
+_SUBMODULES = frozenset(
+    "bench checkpoint config distributed errors generate hf layers memory models ops parity serve sharding testing tokenizer train "
+    "versions".split()
+)
 
 
 def __getattr__(name: str):

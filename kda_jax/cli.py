@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 import tyro
 
-from kda_jax import versions
-from kda_jax.errors import UserError, nearest
+from kda_jax import __version__, versions
+from kda_jax.errors import UserError, nearest, need_positive
 
 COMMANDS: dict[str, tuple[str, Callable[[list[str]], None]]] = {}
 
@@ -34,6 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args or args[0] in ("-h", "--help", "help"):
         print(_overview())
         return 0 if args else 2
+    if args[0] == "--version":
+        print(f"kda-jax {__version__}")
+        return 0
     name = args[0]
     try:
         if sentence := versions.problem():
@@ -207,6 +210,7 @@ class GenerateOptions:
     top_k: int = 0
     """0 is all tokens."""
     seed: int = 0
+    """Of the first prompt; the second draws with the next seed, and so on, so that no two share their draws."""
     max_new_tokens: int = 256
 
 
@@ -217,13 +221,14 @@ def generate(args: list[str]) -> None:
     from kda_jax.checkpoint import load_run
     from kda_jax.tokenizer import build
 
+    prompts = list(options.prompt) or [""]
+    seeds = tuple(options.seed + i for i in range(len(prompts)))
     try:
-        sampling = generation.Sampling(options.max_new_tokens, options.temperature, options.top_k, options.top_p, options.seed)
+        sampling = generation.Sampling(options.max_new_tokens, options.temperature, options.top_k, options.top_p, seeds)
     except ValueError as error:
         raise UserError(str(error)) from error
     run = load_run(options.run, say=_warn)
     tokenizer = build(run.config.data.tokenizer, run.config.data.vocabulary)
-    prompts = list(options.prompt) or [""]
     pieces = generation.stream_text(run.model, tokenizer, prompts, sampling)
     try:
         for text in generation.in_order(prompts, pieces):
@@ -315,7 +320,7 @@ class ExplainOptions:
     heads: int = 8
     key_dim: int = 128
     value_dim: int = 128
-    dtype: str = "bfloat16"
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
 
 
 @command("say which implementation an op takes here, and why")
@@ -328,6 +333,7 @@ def explain(args: list[str]) -> None:
     if options.op not in ops.REGISTRY:
         raise UserError(f"there is no recurrence {options.op!r}{nearest(options.op, ops.REGISTRY)}; there are {', '.join(ops.REGISTRY)}")
     spec = ops.REGISTRY[options.op]
+    need_positive(options, "batch", "tokens", "heads", "key_dim", "value_dim")
     shape = dict(B=options.batch, T=options.tokens, H=options.heads, HV=options.heads, K=options.key_dim, V=options.value_dim)
     inputs = jax.eval_shape(lambda: spec.make_inputs(jax.random.key(0), dtype=options.dtype, **shape))
     try:

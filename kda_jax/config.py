@@ -6,6 +6,7 @@ A run file is a Python file that defines `config = RunConfig(...)`; `load_config
 import dataclasses
 import json
 import runpy
+import traceback
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -295,7 +296,8 @@ def load_config_file(path: str | Path) -> RunConfig:
     """Run the Python file `path` and take its `config`.
 
     Raises:
-        UserError: no such file, no RunConfig named `config` in it, or a field or value that the configuration refuses.
+        UserError: no such file, no RunConfig named `config` in it, a field or value that the configuration refuses, or any other
+            exception that the file raises, with its line.
     """
     path = Path(path)
     if not path.is_file():
@@ -308,13 +310,18 @@ def load_config_file(path: str | Path) -> RunConfig:
         raise UserError(f"{path}: {error}{_nearest_keyword(error)}") from error
     except (ValueError, AttributeError, ImportError) as error:
         raise UserError(f"{path}: {error}") from error
+    except Exception as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        place = f" in line {lines[-1]}" if lines else ""
+        raise UserError(f"{path}: {type(error).__name__}{place}: {error}") from error
     if not isinstance(config, RunConfig):
         raise UserError(f"{path} must define `config = RunConfig(...)`, found {type(config).__name__}")
     return config
 
 
 def _config_files_beside(path: Path) -> str:
-    return nearest(str(path), sorted(str(p) for folder in {path.parent, Path("configs")} for p in folder.glob("*.py")))
+    found = nearest(str(path), sorted(str(p) for folder in {path.parent, Path("configs")} for p in folder.glob("*.py")))
+    return found or ("" if Path("configs").is_dir() else "; the library's own are in the folder configs/ of its repository, to copy")
 
 
 def _nearest_keyword(error: TypeError) -> str:

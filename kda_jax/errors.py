@@ -28,6 +28,14 @@ class ProcessLost(TrainingStopped):
     exit_code = 5
 
 
+def need_positive(options: object, *names: str) -> None:
+    """Raises UserError, in the words of the command line, for the first of these fields that is a number below 1; None is no number."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+
+
 def nearest(name: str, known: Iterable[str], n: int = 3) -> str:
     """The sentence part that names what `name` may have been meant to be; empty if nothing comes close.
 

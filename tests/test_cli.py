@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import kda_jax
 from kda_jax.cli import main
 
 ROOT = Path(__file__).parents[1]
@@ -62,6 +63,20 @@ def test_overview(capsys):
     overview = capsys.readouterr().out
     assert all(name in overview for name in ("train", "generate", "eval", "data"))
     assert main([]) == 2
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"kda-jax {kda_jax.__version__}\n"
+
+
+def test_every_module_is_an_attribute():
+    """`import kda_jax; kda_jax.sharding` works for each that is not of the command line, in a process that has imported none."""
+    own = {path.stem for path in (ROOT / "kda_jax").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    named = own - {"__init__", "__main__", "cli", "cli_models", "released_tokenizers"}
+    assert named == kda_jax._SUBMODULES
+    code = "import sys, kda_jax; assert 'jax' not in sys.modules; [getattr(kda_jax, name) for name in sorted(kda_jax._SUBMODULES)]"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 def test_unknown_command(capsys):
@@ -149,6 +164,36 @@ def test_generate(capsys, trained):
     assert "\n\nand round" in first
     assert main(["generate", str(run_dir), *options]) == 0
     assert capsys.readouterr().out == first
+
+
+def test_prompts_draw_apart(capsys, trained):
+    """Row n draws with seed + n: equal prompts differ, and the second is what it would be alone with the next seed."""
+    command = ["generate", str(trained[1]), "--max-new-tokens", "12", "--temperature", "2"]
+    assert main([*command, "--prompt", "round", "--prompt", "round", "--seed", "3"]) == 0
+    both = capsys.readouterr().out
+    texts = []
+    for seed in ("3", "4"):
+        assert main([*command, "--prompt", "round", "--seed", seed]) == 0
+        texts.append(capsys.readouterr().out.removesuffix("\n"))
+    assert texts[0] != texts[1]
+    assert both == "\n\n".join(texts) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["explain", "kda", "--tokens", "-3"], "--tokens must be at least 1, got -3"),
+        (["explain", "kda", "--heads", "0"], "--heads must be at least 1, got 0"),
+        (["explain", "kda", "--dtype", "float8"], "invalid choice 'float8' for argument '--dtype'"),
+        (["bench", "--dtype", "float8"], "invalid choice 'float8' for argument '--dtype'"),
+        (["bench", "--tokens", "0"], "--tokens must be at least 1, got 0"),
+        (["bench", "--repeats", "0"], "--repeats must be at least 1, got 0"),
+        (["bench", "--heads", "2", "--value-heads", "3"], "--value-heads must be a multiple of --heads (2), got 3"),
+        (["bench", "--ops", "kdaa"], "there is no recurrence 'kdaa'; nearest: kda"),
+    ],
+)
+def test_bad_sizes(capsys, arguments, sentence):
+    assert sentence in refused(capsys, *arguments)
 
 
 def test_generate_without_a_prompt(capsys, trained):

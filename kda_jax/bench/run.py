@@ -5,6 +5,7 @@ import json
 import pathlib
 import statistics
 import time
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from rich.table import Table
 
 from kda_jax import ops, testing
 from kda_jax.bench import tpu_search, tpu_static
-from kda_jax.errors import UserError
+from kda_jax.errors import UserError, nearest, need_positive
 from kda_jax.ops.spec import OpSpec
 
 PARITY_TOKENS = 130  # as many tokens as the float64 oracle walks through in a moment
@@ -38,8 +39,7 @@ class BenchOptions:
     """Value heads; as many as heads if absent."""
     key_dim: int = 64
     value_dim: int = 64
-    dtype: str = "float32"
-    """float32, bfloat16 or float16."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     repeats: int = 5
     json: pathlib.Path | None = None
     """Also write the rows to this file."""
@@ -62,7 +62,7 @@ def main(args: list[str]) -> None:
     """Run `kda-jax bench` with these arguments.
 
     Raises:
-        UserError: an op, implementation or dtype is unknown, or an implementation fails parity.
+        UserError: an op or implementation is unknown, a size does not fit, or an implementation fails parity.
     """
     if any(arg.partition("=")[0] == "--tpu-static" for arg in args):
         tpu_static.main(args)
@@ -73,7 +73,10 @@ def main(args: list[str]) -> None:
     options = tyro.cli(BenchOptions, args=args, prog="kda-jax bench")
     for name in options.ops:
         if name not in ops.REGISTRY:
-            raise UserError(f"there is no recurrence {name!r}; there are {', '.join(ops.REGISTRY)}")
+            raise UserError(f"there is no recurrence {name!r}{nearest(name, ops.REGISTRY)}; there are {', '.join(ops.REGISTRY)}")
+    need_positive(options, "batch", "tokens", "heads", "value_heads", "key_dim", "value_dim", "repeats")
+    if options.value_heads is not None and options.value_heads % options.heads:
+        raise UserError(f"--value-heads must be a multiple of --heads ({options.heads}), got {options.value_heads}")
     try:
         rows = [measure(ops.REGISTRY[name], implementation, options) for name in options.ops for implementation in options.implementations]
     except (NotImplementedError, ValueError) as refused:  # what the op says of an implementation or a shape

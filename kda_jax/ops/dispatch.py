@@ -242,6 +242,7 @@ def _validate(spec, inputs, initial_state, segment_ids, chunk_size, implementati
 
     need(len(q.shape) == 4, "q", q, "[B, T, H, K]")
     B, T, H, K = q.shape
+    need(H > 0 and K > 0, "q", q, "[B, T, H, K] with H and K at least 1")
     need(k.shape == q.shape, "k", k, f"the shape of q, {q.shape}")
     need(len(v.shape) == 4 and v.shape[:2] == (B, T), "v", v, f"[B, T, HV, V] with B, T = {B}, {T}")
     HV = v.shape[2]

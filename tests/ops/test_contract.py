@@ -19,6 +19,8 @@ def inputs():
     ("change", "words"),
     [
         ({"q": lambda x: x[0]}, r"q has shape \(4, 2, 16\), expected \[B, T, H, K\]"),
+        ({"q": lambda x: x[:, :, :0], "k": lambda x: x[:, :, :0]}, r"q has shape \(2, 4, 0, 16\), expected .* with H and K at least 1"),
+        ({"q": lambda x: x[..., :0], "k": lambda x: x[..., :0]}, r"q has shape \(2, 4, 2, 0\), expected .* with H and K at least 1"),
         ({"k": lambda x: x[:, :3]}, r"k has shape \(2, 3, 2, 16\)"),
         ({"v": lambda x: x[:, :, :3]}, r"v has shape \(2, 4, 3, 8\), expected .*multiple of q's 2 heads"),
         ({"g": lambda x: x[..., 0]}, r"g has shape \(2, 4, 4\), expected \(2, 4, 4, 16\)"),

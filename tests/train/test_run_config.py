@@ -91,6 +91,8 @@ def test_field_names_are_dotted():
         ("from kda_jax.config import *\nTrainConfig(stepz=3)", r"unexpected keyword argument 'stepz'; nearest: steps"),
         ("from kda_jax.config import *\nTrainConfig(steps=-3)", r"train.steps must be at least 1, got -3"),
         ("import nothing_of_this_name", "No module named"),
+        ("\nconfig = RunConfig()", "NameError in line 2: name 'RunConfig' is not defined"),
+        ("open('nothing.of.this.name')", "FileNotFoundError in line 1: .*nothing.of.this.name"),
     ],
 )
 def test_bad_run_files(tmp_path, text, sentence):
@@ -104,3 +106,10 @@ def test_missing_run_file_names_neighbours(tmp_path):
     (tmp_path / "demo.py").write_text("")
     with pytest.raises(UserError, match=r"no config file .*dmo\.py; nearest: .*demo\.py"):
         load_config_file(tmp_path / "dmo.py")
+
+
+def test_missing_run_file_where_only_the_package_is(tmp_path, monkeypatch):
+    """Wheels hold no run files: who follows the README elsewhere is told where they are."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"no config file configs/demo\.py; .* in the folder configs/ of its repository"):
+        load_config_file("configs/demo.py")
