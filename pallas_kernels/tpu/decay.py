@@ -120,9 +120,10 @@ def head_matrix(plan: Plan, prefix: tuple[jax.Array, jax.Array], g: list[jax.Arr
 
 
 def raw_scores(plan: Plan, q: list[jax.Array], k: list[jax.Array], columns: list[jax.Array], kk: bool) -> Scores:
-    """Unmasked q . columns and, if asked, k . columns of a pack."""
-    s = dot(plan, jnp.concatenate(q + k if kk else q, 0), jnp.concatenate(columns, 0), (1, 1))
-    N, C = plan.N, plan.C
+    """Unmasked q . columns and, if asked, k . columns of a pack: one product, or two where one kind of row is more exact."""
+    N, C, right = plan.N, plan.C, jnp.concatenate(columns, 0)
+    lefts = [q] if not kk else [q + k] if q[0].dtype == k[0].dtype else [q, k]
+    s = jnp.concatenate([dot(plan, jnp.concatenate(left, 0), right, (1, 1)) for left in lefts], 0)
     return Scores(s[:N], to_lanes(plan, [s[N + p * C : N + (p + 1) * C] for p in range(plan.pack)]) if kk else None)
 
 
@@ -151,9 +152,10 @@ def strip_columns(plan: Plan, operands: list[Operands], b: int) -> jax.Array:
 
 
 def channel_scores(plan: Plan, operands: list[Operands], kk: bool) -> Scores:
-    """Masked scores of a pack under channel decays; rows are rounded, columns are not.
+    """Masked scores of a pack under channel decays; queries are rounded and so are a strip's rows, no other keys.
 
-    Many rows meet a column, whose rounding they share: with repeated keys the solve would add it up.
+    Many rows meet a column, whose rounding they share: with repeated keys the solve would add it up. So it would the four roundings of a
+    row of the general kind.
 
     Strip by strip: the rows of strip b meet the earlier strips' keys decayed to the start of b. Inside a strip the bounded kind divides by
     the prefix; the general kind pairs the halves of every 2, 4, 8 and 16 rows (a row of the later half carries the decay since that half
@@ -178,7 +180,7 @@ def channel_scores(plan: Plan, operands: list[Operands], kk: bool) -> Scores:
     qk, kk_lanes = scores
     for n, s in enumerate(HALVES):
         q, k = zip(*[op.levels[n] for op in operands], strict=True)
-        level = raw_scores(plan, [once(x) for x in q], [once(x) for x in k], list(k), kk)
+        level = raw_scores(plan, [once(x) for x in q], list(k), list(k), kk)
         qk = jnp.where(level_mask(plan, s, plan.N), level.qk, qk)
         kk_lanes = jnp.where(level_mask(plan, s, plan.C), level.kk, kk_lanes) if kk else None
     return Scores(qk, kk_lanes)
