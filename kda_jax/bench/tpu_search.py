@@ -42,7 +42,7 @@ def main(args: list[str]) -> None:
     """
     options = tyro.cli(SearchOptions, args=args, prog="kda-jax bench")
     path = options.folder / f"{options.tpu_search}.json"
-    record = json.loads(path.read_text()) if path.exists() else {"heads": {}, "cycles_per_token_head": {}}
+    record = {"heads": {}, "cycles_per_token_head": {}} | (json.loads(path.read_text()) if path.exists() else {})
     for kind in options.kinds:
         cycles = {"forward": {}, "backward": {}}
         for heads in HEADS:

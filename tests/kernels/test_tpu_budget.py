@@ -5,6 +5,7 @@ import json
 import pathlib
 import shlex
 import subprocess
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -114,6 +115,23 @@ def test_tiles():
 def test_search_takes_the_smaller_program_of_equals():
     assert tpu_search.best({"8": 10.1, "16": 10.0}) == 8
     assert tpu_search.best({"8": 11.0, "16": 10.0}) == 16
+
+
+def test_search_writes_the_best_and_keeps_the_rest(tmp_path, monkeypatch):
+    """Into a file that holds tiles without their cycles, of which one kind is searched."""
+    (tmp_path / "v6e.json").write_text(json.dumps({"heads": {"none": {"forward": 16, "backward": 16}, "channel": {"forward": 16}}}))
+
+    def measure(problem):
+        cycles = {"forward": 2.0, "backward": 20.0 - problem.heads_per_step}
+        return SimpleNamespace(kernels=[SimpleNamespace(name=f"jvp_{n}_.1", cycles=c * problem.token_heads) for n, c in cycles.items()])
+
+    monkeypatch.setattr(tpu_static, "measure", measure)
+    monkeypatch.setattr(tpu_static, "_versions", lambda: {"libtpu": "1"})
+    tpu_search.main(["--tpu-search", "v6e", "--kinds", "none", "--folder", str(tmp_path)])
+    found = json.loads((tmp_path / "v6e.json").read_text())
+    assert found["heads"] == {"none": {"forward": 8, "backward": 16}, "channel": {"forward": 16}}
+    assert found["cycles_per_token_head"] == {"none": {"forward": {"8": 2.0, "16": 2.0}, "backward": {"8": 12.0, "16": 4.0}}}
+    assert found["command"] == "kda-jax bench --tpu-search v6e"
 
 
 @pytest.mark.parametrize("op", ops.REGISTRY)
