@@ -128,7 +128,16 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
 
 
 def parameter_sharding(mesh: Mesh | jax.sharding.AbstractMesh, names: Names, shape: Sequence[int]) -> NamedSharding:
-    """Where a parameter is stored. A vector over the model's width is copied: to gather it would take longer than to keep it."""
+    """Where a parameter is stored. A vector over the model's width is copied: to gather it would take longer than to keep it.
+
+    Args:
+        mesh: from `make_mesh`.
+        names: logical names of the parameter's last axes; the axes before them, of stacked layers, stay whole.
+        shape: of the parameter; an axis that its mesh axes do not divide stays whole.
+
+    Raises:
+        ValueError: a name that is not one of the logical names.
+    """
     return NamedSharding(mesh, _spec(mesh.shape, _without_stored(PARAMETERS) if len(names) == 1 else PARAMETERS, names, shape))
 
 

@@ -9,6 +9,8 @@ from kda_jax.ops.segments import segments
 
 
 class MixerOutput(NamedTuple):
+    """y [B, T, D], the cache after these tokens, and max_logits [H] of a mixer with scores."""
+
     y: Float[Array, "B T D"]
     cache: Any
     """The cache after these tokens; None if none was given."""

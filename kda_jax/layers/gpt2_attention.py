@@ -10,7 +10,7 @@ from kda_jax.ops.attention import attention
 
 
 class GPT2Attention(nnx.Module):
-    """Multi-head causal softmax attention with biases (Radford et al. 2019; Vaswani et al., arXiv 1706.03762).
+    """o_i = sum_{j <= i} softmax_j(q_i . k_j / sqrt(K)) v_j per head, projections with biases (Radford et al. 2019; arXiv 1706.03762).
 
     Args:
         hidden_size: D, a multiple of num_heads.

@@ -14,6 +14,8 @@ from kda_jax.ops.routing import Routing, bias_histogram, expert_counts, limit, r
 
 
 class MoEOutput(NamedTuple):
+    """y [B, T, D], counts [E], and histogram [E, bins] and dropped [] where they were asked for."""
+
     y: Float[Array, "B T D"]
     counts: Int[Array, "E"]
     """Tokens that each expert received, padding not counted."""

@@ -16,6 +16,8 @@ from kda_jax.sharding import automatic, constrain
 
 
 class ModelOutput(NamedTuple):
+    """logits [B, T, Z], the cache after these tokens, and what the layers report besides."""
+
     logits: Float[Array, "B T Z"]
     """In the compute dtype: that of the parameters. The loss is where they become float32."""
     cache: HybridCache | None

@@ -66,6 +66,11 @@ def layer_norm(
 
     Ba, Kiros & Hinton, arXiv 1607.06450, as GPT-2 uses it.
 
+    Args:
+        x: [..., D].
+        weight, bias: [D].
+        eps: added to the variance, inside the root.
+
     Returns:
         [..., D] in x's dtype.
     """
@@ -80,6 +85,10 @@ def l2_norm(x: Float[Array, "*batch D"], eps: float = 1e-6) -> Float[Array, "*ba
 
     The eps is added to the *sum* inside the root: an RMS norm would add D times as much, and max(|x|, eps) a million times less
     for small x. Both differ where it matters, at keys close to zero. The gradient at x = 0 is finite, 1/sqrt(eps).
+
+    Args:
+        x: [..., D].
+        eps: added to the sum, inside the root.
 
     Returns:
         [..., D] in x's dtype.

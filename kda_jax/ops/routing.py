@@ -12,6 +12,8 @@ from kda_jax.sharding import Shards, local_map
 
 
 class Routing(NamedTuple):
+    """experts [..., k] and weights [..., k]: where each token goes, and how much each answer counts."""
+
     experts: Int[Array, "*tokens k"]
     """Chosen experts of each token, best biased score first; int32."""
     weights: Float[Array, "*tokens k"]

@@ -12,6 +12,8 @@ from kda_jax.sharding import Shards, local_map, parts
 
 
 class ConvOutput(NamedTuple):
+    """y [B, T, D] and final_state [B, W - 1, D]."""
+
     y: Float[Array, "B T D"]
     final_state: Float[Array, "B W1 D"]
     """The last W - 1 inputs (before the activation), oldest first: the `initial_state` of the next call."""

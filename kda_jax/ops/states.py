@@ -14,6 +14,8 @@ from kda_jax.ops.spec import Inputs, OpSpec
 
 
 class ChunkStates(NamedTuple):
+    """o [B, T, HV, V] in v's dtype, final_state [B, HV, K, V] and states [B, N, HV, K, V], both float32 (float64 for float64)."""
+
     o: Float[Array, "B T HV V"]
     final_state: Float[Array, "B HV K V"]
     states: Float[Array, "B N HV K V"]
