@@ -3,7 +3,7 @@
     kda-jax data
     kda-jax train --config configs/smoke.py
 
-Expected on two CPU cores: about half a minute, most of it compilation; validation near 6 bits per byte.
+Expected: a minute of processor time, most of it compilation; 5.1 bits per byte on held-out text.
 """
 
 import dataclasses
