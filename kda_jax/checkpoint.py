@@ -253,8 +253,12 @@ class Run(NamedTuple):
 
 
 def read_run_config(path: str | Path) -> RunConfig:
-    """The resolved configuration of a run directory. Raises UserError: `path` is none."""
-    return from_dict(json.loads((_run_directory(path) / "config.json").read_text()))
+    """The resolved configuration of a run directory. Raises UserError: `path` is none, or its config.json is not one."""
+    saved = _run_directory(path) / "config.json"
+    try:
+        return from_dict(json.loads(saved.read_text()))
+    except ValueError as error:
+        raise UserError(f"{saved} is not JSON ({error})") from error
 
 
 def _run_directory(path: str | Path) -> Path:

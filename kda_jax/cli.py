@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import tyro
 
-from kda_jax import __version__, versions
+from kda_jax import __version__, errors, versions
 from kda_jax.errors import UserError, nearest, need_positive
 
 COMMANDS: dict[str, tuple[str, Callable[[list[str]], None]]] = {}
@@ -30,7 +30,14 @@ def command(summary: str) -> Callable:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code."""
-    args = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _main(list(sys.argv[1:] if argv is None else argv))
+    except BrokenPipeError:  # whoever read the output has gone, as `head` does; the interpreter would complain once more when it flushes
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 141  # what a shell says of a program that SIGPIPE has ended
+
+
+def _main(args: list[str]) -> int:
     if not args or args[0] in ("-h", "--help", "help"):
         print(_overview())
         return 0 if args else 2
@@ -54,6 +61,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # a path that cannot be made, read or written, for whatever reason the system has
+        print(f"kda-jax {name}: {errors.told(error)}", file=sys.stderr, flush=True)
+        _leave_others(UserError(str(error)))
+        return 2
     return 0
 
 

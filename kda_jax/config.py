@@ -5,8 +5,11 @@ A run file is a Python file that defines `config = RunConfig(...)`; `load_config
 
 import dataclasses
 import json
+import math
+import numbers
 import runpy
 import traceback
+import types
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +28,30 @@ def _check(condition: bool, sentence: str) -> None:
         raise ValueError(sentence)
 
 
+def _check_fields(config: Any, prefix: str) -> None:
+    """Whole numbers, numbers, strings and booleans are what their fields say, and no number is NaN, which every comparison lets pass."""
+    kinds = {
+        int: ("a whole number", numbers.Integral),
+        float: ("a number", numbers.Real),
+        str: ("a string", str),
+        bool: ("True or False", bool),
+    }
+    hints = typing.get_type_hints(type(config))
+    for field_ in dataclasses.fields(config):
+        name, value = prefix + field_.name, getattr(config, field_.name)
+        if dataclasses.is_dataclass(value):
+            _check_fields(value, f"{name}.")
+            continue
+        hint = hints[field_.name]
+        allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        if not all(t in kinds or t is type(None) for t in allowed) or (value is None and type(None) in allowed):
+            continue
+        expected = " or ".join(kinds[t][0] for t in allowed if t in kinds)
+        fits = any(isinstance(value, kinds[t][1]) for t in allowed if t in kinds) and not (isinstance(value, bool) and bool not in allowed)
+        _check(fits, f"{name} must be {expected}, got {value!r}")
+        _check(not (isinstance(value, float) and math.isnan(value)), f"{name} must be {expected}, got nan")
+
+
 @dataclass(frozen=True)
 class DataConfig:
     """Text, its tokens, and how they are cut into rows."""
@@ -41,7 +68,10 @@ class DataConfig:
     """Share of the text that is held out, in whole documents."""
 
     def __post_init__(self):
+        if isinstance(self.source, (str, Path)):  # its letters would be paths, "/" among them
+            raise ValueError(f"data.source must be a tuple of files and directories, got {self.source!r}; write ({str(self.source)!r},)")
         object.__setattr__(self, "source", tuple(self.source))
+        _check_fields(self, "data.")
         _check(len(self.source) > 0, "data.source must name at least one file or directory")
         known = ("bytes", "gpt2", "kimi", "json")
         _check(self.tokenizer in known, f"data.tokenizer must be one of {', '.join(known)}, got {self.tokenizer!r}")
@@ -97,7 +127,10 @@ class OptimConfig:
     (Kimi K2: 100). None: never; see kda_jax/train/qk_clip.py."""
 
     def __post_init__(self):
+        if isinstance(self.no_decay, str):
+            raise ValueError(f"optim.no_decay must be a tuple of names, got {self.no_decay!r}; write ({self.no_decay!r},)")
         object.__setattr__(self, "no_decay", tuple(self.no_decay))
+        _check_fields(self, "optim.")
         _check(self.algorithm in ("adamw", "muon"), f"optim.algorithm must be 'adamw' or 'muon', got {self.algorithm!r}")
         _check(0 <= self.momentum < 1, f"optim.momentum must lie in 0..1, got {self.momentum}")
         _check(self.update_rms > 0, f"optim.update_rms must be positive, got {self.update_rms}")
@@ -108,7 +141,12 @@ class OptimConfig:
         balance = self.router_balance
         _check(balance in ("sign", "quantile"), f"optim.router_balance must be 'sign' or 'quantile', got {balance!r}")
         _check(self.router_bins >= 2, f"optim.router_bins must be at least 2, got {self.router_bins}")
-        _check(self.learning_rate > 0, f"optim.learning_rate must be positive, got {self.learning_rate}")
+        _check(0 < self.learning_rate < math.inf, f"optim.learning_rate must be positive and finite, got {self.learning_rate}")
+        for name in ("b1", "b2"):
+            _check(0 <= getattr(self, name) < 1, f"optim.{name} must lie in [0, 1), got {getattr(self, name)}")
+        for name in ("eps", "weight_decay", "router_bias_rate"):
+            value = getattr(self, name)
+            _check(0 <= value < math.inf, f"optim.{name} must be finite and not negative, got {value}")
         _check(self.schedule in ("cosine", "wsd"), f"optim.schedule must be 'cosine' or 'wsd', got {self.schedule!r}")
         _check(self.warmup_steps >= 0, f"optim.warmup_steps must not be negative, got {self.warmup_steps}")
         _check(0 <= self.decay_fraction <= 1, f"optim.decay_fraction must lie in 0..1, got {self.decay_fraction}")
@@ -139,6 +177,8 @@ class TrainConfig:
     that size; the metric `dropped` counts choices beyond. num_experts / num_experts_per_token and more drops nothing."""
 
     def __post_init__(self):
+        _check_fields(self, "train.")
+        _check(0 <= self.seed < 2**32, f"train.seed must lie in 0..{2**32 - 1}, got {self.seed}")
         for name in ("steps", "batch_size", "micro_batches", "log_every"):
             _check(getattr(self, name) >= 1, f"train.{name} must be at least 1, got {getattr(self, name)}")
         _check(
@@ -165,6 +205,7 @@ class EvalConfig:
     final_rows: int = 1024
 
     def __post_init__(self):
+        _check_fields(self, "eval.")
         for name in ("every", "rows", "final_rows"):
             _check(getattr(self, name) >= 1, f"eval.{name} must be at least 1, got {getattr(self, name)}")
 
@@ -180,6 +221,7 @@ class CheckpointConfig:
     """A checkpoint that cannot be written ends the run, or is reported and tried again at the next one."""
 
     def __post_init__(self):
+        _check_fields(self, "checkpoint.")
         for name in ("every", "keep"):
             _check(getattr(self, name) >= 1, f"checkpoint.{name} must be at least 1, got {getattr(self, name)}")
         _check(self.on_failure in ("stop", "warn"), f"checkpoint.on_failure must be 'stop' or 'warn', got {self.on_failure!r}")
@@ -199,6 +241,11 @@ class RunConfig:
     mesh: MeshConfig = field(default_factory=MeshConfig)
 
     def __post_init__(self):
+        parts_of = {"data": DataConfig, "optim": OptimConfig, "train": TrainConfig, "eval": EvalConfig, "checkpoint": CheckpointConfig}
+        for name, expected in (parts_of | {"mesh": MeshConfig, "model": tuple(MODEL_TYPES.values())}).items():
+            what = "one of " + ", ".join(c.__name__ for c in expected) if isinstance(expected, tuple) else expected.__name__
+            _check(isinstance(getattr(self, name), expected), f"{name} must be {what}, got {type(getattr(self, name)).__name__}")
+        _check_fields(self, "")
         rows, parts = self.train.batch_size // self.train.micro_batches, self.mesh.row_parts
         _check(
             rows % parts == 0,
@@ -235,12 +282,14 @@ def to_dict(config: RunConfig) -> dict:
     return plain
 
 
-def from_dict(plain: dict) -> RunConfig:
+def from_dict(plain: Any) -> RunConfig:
     """The inverse of `to_dict`.
 
     Raises:
         UserError: an unknown field, naming the nearest ones; an unknown model type; a value that a config refuses.
     """
+    if not isinstance(plain, dict) or not isinstance(plain.get("model", {}), dict):
+        raise UserError("bad configuration: expected an object whose field model is one too")
     plain = dict(plain)
     model = dict(plain.get("model", {}))
     model_type = model.pop("model_type", None)
@@ -310,7 +359,7 @@ def load_config_file(path: str | Path) -> RunConfig:
         raise UserError(f"{path}: {error}{_nearest_keyword(error)}") from error
     except (ValueError, AttributeError, ImportError) as error:
         raise UserError(f"{path}: {error}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         place = f" in line {lines[-1]}" if lines else ""
         raise UserError(f"{path}: {type(error).__name__}{place}: {error}") from error

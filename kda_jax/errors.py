@@ -28,6 +28,12 @@ class ProcessLost(TrainingStopped):
     exit_code = 5
 
 
+def told(error: OSError) -> str:
+    """What the system says, and of which path."""
+    where = "" if error.filename is None else f"{str(error.filename)[:200]}: "
+    return f"{where}{error.strerror or error}"
+
+
 def need_positive(options: object, *names: str) -> None:
     """Raises UserError, in the words of the command line, for the first of these fields that is a number below 1; None is no number."""
     for name in names:

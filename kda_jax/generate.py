@@ -9,6 +9,7 @@ the same alone and in a batch of prompts of other lengths.
 
 import codecs
 import functools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -45,12 +46,15 @@ class Sampling:
     def __post_init__(self):
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature must be 0 or more, got {self.temperature}")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature must be 0 or more and finite, got {self.temperature}")
         if self.top_k < 0:
             raise ValueError(f"top_k must be 0 (all tokens) or more, got {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
+        for seed in self.seed if isinstance(self.seed, tuple) else (self.seed,):
+            if not 0 <= seed < 2**32:
+                raise ValueError(f"seed must lie in 0..{2**32 - 1}, got {seed}")
 
 
 def stop_set(*sources: int | Iterable[int] | None) -> frozenset[int]:
@@ -102,7 +106,8 @@ def stream(
     seeds = sampling.seed if isinstance(sampling.seed, tuple) else (sampling.seed,) * B
     keys = jnp.stack([jax.random.key(seed) for seed in seeds])
     stops = jnp.array(sorted(sampling.stop_tokens) or [-1], jnp.int32)
-    choice = (jnp.float32(sampling.temperature), jnp.int32(sampling.top_k), jnp.float32(sampling.top_p), jnp.int32(vocab_size))
+    top_k = jnp.int32(min(sampling.top_k, 2**31 - 1))
+    choice = (jnp.float32(sampling.temperature), top_k, jnp.float32(sampling.top_p), jnp.int32(vocab_size))
     alive, pending = jnp.ones((B,), bool), None
     for number in range(sampling.max_new_tokens):
         token, alive, logits, cache = _decode(model, logits, alive, cache, keys, jnp.int32(number), stops, choice)

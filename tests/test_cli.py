@@ -2,6 +2,8 @@
 
 import io
 import json
+import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -87,6 +89,45 @@ def test_unknown_command(capsys):
 def test_help(capsys, command):
     assert main([command, "--help"]) == 0
     assert f"usage: kda-jax {command}" in capsys.readouterr().out
+
+
+WRONG_TYPES = {
+    "TrainConfig(steps=1.5)": "train.steps must be a whole number, got 1.5",
+    "TrainConfig(steps='12')": "train.steps must be a whole number, got '12'",
+    "DataConfig(source='text')": "data.source must be a tuple of files and directories, got 'text'; write ('text',)",
+    "OptimConfig(no_decay='embedding')": "optim.no_decay must be a tuple of names, got 'embedding'; write ('embedding',)",
+    "RunConfig('x', None)": "model must be one of GPT2Config, LinearLMConfig, KimiLinearConfig, KimiK3Config, got NoneType",
+    "RunConfig('x', gpt2_tiny(), data=3)": "data must be DataConfig, got int",
+    "RunConfig(3, gpt2_tiny())": "name must be a string, got 3",
+}
+
+
+def test_values_of_the_wrong_type(tmp_path):
+    """In a process of its own: the tests' type checker is not there for a user. A string of paths would be read letter by letter."""
+    for i, wrong in enumerate(WRONG_TYPES):
+        (tmp_path / f"{i}.py").write_text(f"from kda_jax.config import *\nfrom kda_jax.models.presets import gpt2_tiny\nconfig = {wrong}\n")
+    code = f"from kda_jax.cli import main\nfor i in range({len(WRONG_TYPES)}): assert main(['train', '--config', f'{{i}}.py']) == 2"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stderr.splitlines() == [f"kda-jax train: {i}.py: {sentence}" for i, sentence in enumerate(WRONG_TYPES.values())]
+    assert done.returncode == 0
+    assert len(list(tmp_path.iterdir())) == len(WRONG_TYPES)
+
+
+@pytest.mark.parametrize(
+    ("directory", "sentence"), [("run.py/below", "run.py/below: Not a directory"), ("x" * 300, ": File name too long")]
+)
+def test_run_directories_that_cannot_be_made(capsys, tmp_path, directory, sentence):
+    assert sentence in refused(capsys, "train", "--config", str(run_file(tmp_path)), "--run-dir", str(tmp_path / directory))
+
+
+def test_a_reader_that_goes_away(trained):
+    """`kda-jax generate RUN | head`: no traceback."""
+    for arguments in (["--help"], ["generate", str(trained[1]), "--max-new-tokens", "4"]):
+        read, write = os.pipe()
+        os.close(read)
+        done = subprocess.run([sys.executable, "-m", "kda_jax", *arguments], stdout=write, stderr=subprocess.PIPE, cwd=ROOT)
+        os.close(write)
+        assert (done.returncode, done.stderr) == (141, b"")
 
 
 def test_help_of_a_run_lists_its_fields(capsys, tmp_path):
@@ -205,7 +246,10 @@ def test_generate_without_a_prompt(capsys, trained):
     ("options", "sentence"),
     [
         (["--temperature", "-1"], "temperature must be 0 or more"),
+        (["--temperature", "inf"], "temperature must be 0 or more and finite"),
         (["--top-p", "2"], "top_p must lie in (0, 1]"),
+        (["--seed", "-1"], "seed must lie in 0..4294967295, got -1"),
+        (["--seed", str(2**70)], "seed must lie in 0..4294967295, got 11805"),
         (["--max-new-tokens", "0"], "max_new_tokens must be at least 1"),
         (["--max-new-tokens", "1000"], "exceed the model's 64 positions"),
         (["--prompt", "a\udcff"], "text is not valid Unicode at character 1"),
@@ -219,6 +263,32 @@ def test_bad_generate_options(capsys, trained, options, sentence):
 @pytest.mark.parametrize("command", ["generate", "eval"])
 def test_not_a_run_directory(capsys, tmp_path, command):
     assert f"{tmp_path} is not a run directory" in refused(capsys, command, str(tmp_path))
+
+
+def test_a_top_k_beyond_every_vocabulary_is_all_tokens(capsys, trained):
+    printed = []
+    for top_k in ("0", str(2**40)):
+        assert main(["generate", str(trained[1]), "--max-new-tokens", "4", "--top-k", top_k]) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1]
+
+
+@pytest.mark.parametrize("content", ["[]", '{"model": 3}', "{"])
+def test_a_configuration_that_is_none(capsys, tmp_path, content):
+    path, run_dir = run_file(tmp_path), tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "config.json").write_text(content)
+    refused(capsys, "train", "--config", str(path), "--run-dir", str(run_dir))
+
+
+def test_metrics_that_are_damaged_are_left_out(trained, tmp_path):
+    path, run_dir = trained
+    shutil.copytree(run_dir, tmp_path / "run")
+    metrics = tmp_path / "run/metrics.jsonl"
+    whole = metrics.read_bytes()
+    metrics.write_bytes(b"\xff\xfe\n" + whole + b'{"kind": "train", "step": "x"}\n{"kind": 3, "step": null}\n[]\n')
+    assert main(["train", "--config", str(path), "--run-dir", str(tmp_path / "run"), "--train.steps", "5"]) == 0
+    assert metrics.read_bytes() == whole
 
 
 def test_eval(capsys, trained, tmp_path):

@@ -19,7 +19,7 @@ import kda_jax
 from kda_jax import distributed, sharding
 from kda_jax.checkpoint import Checkpoints, write_json
 from kda_jax.config import RunConfig, differences, from_dict, to_dict
-from kda_jax.errors import Interrupted, TrainingStopped, UserError
+from kda_jax.errors import Interrupted, TrainingStopped, UserError, told
 from kda_jax.layers.moe import collect_histograms
 from kda_jax.tokenizer import Tokenizer
 from kda_jax.tokenizer import build as build_tokenizer
@@ -104,7 +104,12 @@ def train(config: RunConfig, run_dir: str | Path, console: Console | None = None
         say(dtype_table(state, config.train.compute_dtype, config.optim.no_decay))
         metrics = run_dir / "metrics.jsonl" if distributed.is_first() else None
         with Report(metrics, step=int(state.step), steps=config.train.steps, console=console) as report:
-            evaluation = _Loop(parts, state, checkpoints, report).run()
+            try:
+                evaluation = _Loop(parts, state, checkpoints, report).run()
+            except BrokenPipeError:  # of standard output
+                raise
+            except OSError as error:
+                raise TrainingStopped(f"{told(error)}; the same command goes on from the last checkpoint") from error
     return Result(run_dir, config.train.steps, evaluation)
 
 

@@ -74,7 +74,11 @@ def _keep_up_to(path: Path, step: int) -> list[dict]:
     """Drop what is later than `step`, and a line cut off by a kill; the lines that stay."""
     if not path.is_file():
         return []
-    kept = [record for record in map(_parse, path.read_text(encoding="utf-8").splitlines()) if record and record["step"] <= step]
+    kept = [
+        record
+        for record in map(_parse, path.read_text(encoding="utf-8", errors="replace").splitlines())
+        if record and record["step"] <= step
+    ]
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
     partial.replace(path)
@@ -86,7 +90,8 @@ def _parse(line: str) -> dict | None:
         record = json.loads(line)
     except ValueError:
         return None
-    return record if isinstance(record, dict) and {"kind", "step"} <= record.keys() else None
+    whole = isinstance(record, dict) and isinstance(record.get("kind"), str) and isinstance(record.get("step"), int)
+    return record if whole else None
 
 
 def _clock(seconds: float) -> str:

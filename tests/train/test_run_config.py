@@ -54,6 +54,18 @@ def test_unknown_model_type():
         (lambda: TrainConfig(batch_size=6, micro_batches=4), r"train.batch_size \(6\) must be a multiple of train.micro_batches \(4\)"),
         (lambda: DataConfig(source=()), "data.source must name at least one"),
         (lambda: OptimConfig(final_fraction=1.5), "optim.final_fraction must lie in 0..1, got 1.5"),
+        (lambda: TrainConfig(seed=-1), "train.seed must lie in 0..4294967295, got -1"),
+        (lambda: TrainConfig(seed=2**70), "train.seed must lie in 0..4294967295, got 11805"),
+        (lambda: OptimConfig(learning_rate=float("inf")), "optim.learning_rate must be positive and finite, got inf"),
+        (lambda: OptimConfig(learning_rate=float("nan")), "optim.learning_rate must be a number, got nan"),
+        (lambda: OptimConfig(weight_decay=float("nan")), "optim.weight_decay must be a number, got nan"),
+        (lambda: OptimConfig(weight_decay=-1.0), "optim.weight_decay must be finite and not negative, got -1"),
+        (lambda: OptimConfig(b2=1.0), r"optim.b2 must lie in \[0, 1\), got 1"),
+        (lambda: OptimConfig(eps=-1.0), "optim.eps must be finite and not negative, got -1"),
+        (
+            lambda: RunConfig("x", dataclasses.replace(presets.tiny_hybrid(), rms_norm_eps=float("nan"))),
+            "model.rms_norm_eps must be a number",
+        ),
     ],
 )
 def test_refused_values(make, sentence):
@@ -92,6 +104,7 @@ def test_field_names_are_dotted():
         ("from kda_jax.config import *\nTrainConfig(steps=-3)", r"train.steps must be at least 1, got -3"),
         ("import nothing_of_this_name", "No module named"),
         ("\nconfig = RunConfig()", "NameError in line 2: name 'RunConfig' is not defined"),
+        ("raise SystemExit(0)", "SystemExit in line 1"),
         ("open('nothing.of.this.name')", "FileNotFoundError in line 1: .*nothing.of.this.name"),
     ],
 )
