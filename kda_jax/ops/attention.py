@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kda_jax.ops.segments import segments
+from kda_jax.ops.spec import need_floats, need_integers
 from kda_jax.sharding import local_map
 
 # Every block has this many query and key rows whatever the sequence length. With the block shapes fixed and the key blocks visited
@@ -95,6 +96,7 @@ def attention_with_max_logit(
 
     The maximum falls out of the online softmax, so it costs nothing but its own B T H numbers. Arguments and errors as `attention`.
     """
+    _check(q, k, v, dict(segment_ids=segment_ids, q_index=q_index, start=start))
     H, HK = q.shape[2], k.shape[2]
     if H % HK or v.shape[2] != HK:
         raise ValueError(f"q has {H} heads, k {HK}, v {v.shape[2]}; expected equal counts for k and v, dividing q's")
@@ -106,6 +108,23 @@ def attention_with_max_logit(
     q = q.reshape(*q.shape[:2], HK, H // HK, q.shape[-1])
     o, m = _on_devices(_one_token if q.shape[1] == 1 else _blocked, static, q, k, v, visibility)
     return AttentionOutput(o.reshape(*o.shape[:2], H, v.shape[-1]), jax.lax.stop_gradient(m).reshape(*o.shape[:2], H))
+
+
+def _check(q: Array, k: Array, v: Array, indices: dict[str, Array | None]) -> None:
+    """One sentence for an argument of another shape or dtype."""
+    need_floats("attention", q=q, k=k, v=v)
+    need_integers("attention", **indices)
+
+    def need(ok, name, x, expected):
+        if not ok:
+            raise ValueError(f"attention: {name} has shape {x.shape}, expected {expected}")
+
+    need(q.ndim == 4, "q", q, "[B, T, H, K]")
+    B, T, _, K = q.shape
+    need(k.ndim == 4 and (k.shape[0], k.shape[3]) == (B, K), "k", k, f"[{B}, S, HK, {K}]")
+    need(v.ndim == 4 and v.shape[:2] == k.shape[:2], "v", v, f"[{B}, {k.shape[1]}, HK, V]")
+    for name, x in indices.items():
+        need(x is None or x.shape == (B, T), name, x, f"{(B, T)}")
 
 
 def _on_devices(attend: Callable, static: "_Static", q: Array, k: Array, v: Array, visibility: "_Visibility") -> tuple[Array, Array]:

@@ -7,13 +7,14 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kda_jax import sharding
 from kda_jax.ops.chunkwise import chunkwise
 from kda_jax.ops.context import in_segments
 from kda_jax.ops.norms import l2_norm
 from kda_jax.ops.segments import segments
-from kda_jax.ops.spec import REGISTRY, Inputs, OpSpec, RecurrenceOutput
+from kda_jax.ops.spec import REGISTRY, Inputs, OpSpec, RecurrenceOutput, need_floats, need_integers
 from kda_jax.sharding import Shards, local_map
 
 IMPLEMENTATIONS = ("scan", "xla", "pallas_tpu", "pallas_gpu")
@@ -240,6 +241,7 @@ def _validate(spec, inputs, initial_state, segment_ids, chunk_size, implementati
         if not ok:
             raise ValueError(f"{spec.name}: {name} has shape {tuple(jnp.shape(x))}, expected {expected}")
 
+    need_floats(spec.name, **{name: getattr(inputs, name) for name in spec.arguments})
     need(len(q.shape) == 4, "q", q, "[B, T, H, K]")
     B, T, H, K = q.shape
     need(H > 0 and K > 0, "q", q, "[B, T, H, K] with H and K at least 1")
@@ -251,7 +253,7 @@ def _validate(spec, inputs, initial_state, segment_ids, chunk_size, implementati
     if g is not None:
         allowed = [shapes[d] for d in spec.decays]
         need(tuple(g.shape) in allowed, "g", g, " or ".join(map(str, allowed)))
-        if isinstance(g, jax.Array) and not isinstance(g, jax.core.Tracer):
+        if isinstance(g, (jax.Array, np.ndarray)) and not isinstance(g, jax.core.Tracer):
             with jax.ensure_compile_time_eval():  # inside jit, jnp would trace what is done to a constant
                 largest = float(jnp.max(g, initial=-jnp.inf))
             if largest > 0:
@@ -259,12 +261,12 @@ def _validate(spec, inputs, initial_state, segment_ids, chunk_size, implementati
     if beta is not None:
         need(tuple(beta.shape) == (B, T, HV), "beta", beta, f"{(B, T, HV)}")
     if initial_state is not None:
+        need_floats(spec.name, initial_state=initial_state)
         need(initial_state.shape == (B, HV, K, v.shape[-1]), "initial_state", initial_state, f"{(B, HV, K, v.shape[-1])}")
     if segment_ids is not None:
+        need_integers(spec.name, segment_ids=segment_ids)
         need(tuple(segment_ids.shape) == (B, T), "segment_ids", segment_ids, f"{(B, T)}")
-        if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
-            raise ValueError(f"{spec.name}: segment_ids has dtype {segment_ids.dtype}, expected integers")
-    if chunk_size < 1 or chunk_size & (chunk_size - 1):
+    if not isinstance(chunk_size, int) or chunk_size < 1 or chunk_size & (chunk_size - 1):
         raise ValueError(f"{spec.name}: chunk_size is {chunk_size}, expected a power of two")
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(f"{spec.name}: implementation is {implementation!r}, expected None or one of {', '.join(IMPLEMENTATIONS)}")

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from kda_jax.ops.exchange import at_owners
 from kda_jax.ops.routing import Routing, capacity, expert_counts, token_names
+from kda_jax.ops.spec import need_floats, need_integers
 from kda_jax.sharding import Shards, local_map, padded
 
 # Rows of one block of the "blocks" implementation: every expert's rows are padded to a multiple of it. Each block copies its expert's
@@ -65,8 +66,16 @@ def experts(
         sends its tokens to the owners of their experts and gets the results back; every device has room for all that could come, so
         none is dropped. FFN widths may be split as well.
     """
+    need_floats("experts", x=x, weights=routing.weights, w1=w1, w3=w3, w2=w2)
+    need_integers("experts", experts=routing.experts)
+    if x.ndim not in (2, 3):
+        raise ValueError(f"x has shape {x.shape}; expected [N, D] or [B, T, D]")
+    if routing.experts.shape[:-1] != x.shape[:-1] or routing.weights.shape != routing.experts.shape:
+        raise ValueError(
+            f"routing has experts {routing.experts.shape} and weights {routing.weights.shape}; expected {x.shape[:-1]} and k in both"
+        )
     D, E = x.shape[-1], w1.shape[0]
-    if w1.shape[1] != D or w3.shape != w1.shape or w2.shape != (E, w1.shape[2], D):
+    if w1.ndim != 3 or w1.shape[1] != D or w3.shape != w1.shape or w2.shape != (E, w1.shape[2], D):
         raise ValueError(f"w1 {w1.shape}, w3 {w3.shape}, w2 {w2.shape} do not fit x {x.shape}; expected (E, D, F) twice and (E, F, D)")
     more = ((0, padded("experts", E) - E), (0, 0), (0, 0))
     w1, w3, w2 = (jnp.pad(w, more) if more[0][1] else w for w in (w1, w3, w2))

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from kda_jax.ops.dispatch import run
 from kda_jax.ops.gates import gdn_gate
-from kda_jax.ops.spec import Inputs, OpSpec, RecurrenceOutput, register, share_heads
+from kda_jax.ops.spec import Inputs, OpSpec, RecurrenceOutput, need_floats, register, share_heads
 
 
 def gated_delta_rule_step(
@@ -155,6 +155,7 @@ def gated_delta_rule_from_logits(
         3.0
     """
     g = gdn_gate(x, A_log, dt_bias)
+    need_floats(SPEC.name, q=q, k=k, v=v, beta_logits=beta_logits)
     return run(
         SPEC,
         Inputs(q, k, v, g, jax.nn.sigmoid(beta_logits.astype(g.dtype))),

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from kda_jax.ops.spec import need_floats
+
 
 @typing.no_type_check
 def kda_gate(
@@ -39,7 +41,7 @@ def kda_gate(
         >>> float(ops.kda_gate(zero, jnp.zeros(1), jnp.zeros((1, 1)), lower_bound=-5.0)[0, 0, 0, 0])
         -2.5
     """
-    _check("kda_gate", x, 4, A_log, dt_bias, x.shape[2:])
+    _check("kda_gate", x, 4, A_log, dt_bias)
     if lower_bound is not None and not -5 <= lower_bound < 0:
         raise ValueError(f"kda_gate: lower_bound is {lower_bound}, expected None or a number in [-5, 0)")
     dtype = jnp.promote_types(jnp.float32, x.dtype)
@@ -62,15 +64,16 @@ def gdn_gate(x: Float[Array, "B T HV"], A_log: Float[Array, " HV"], dt_bias: Flo
     Raises:
         ValueError: a shape does not fit.
     """
-    _check("gdn_gate", x, 3, A_log, dt_bias, x.shape[2:])
+    _check("gdn_gate", x, 3, A_log, dt_bias)
     dtype = jnp.promote_types(jnp.float32, x.dtype)
     return -jnp.exp(A_log.astype(dtype)) * jax.nn.softplus(x.astype(dtype) + dt_bias.astype(dtype))
 
 
-def _check(name, x, rank, A_log, dt_bias, bias_shape):
+def _check(name, x, rank, A_log, dt_bias):
+    need_floats(name, x=x, A_log=A_log, dt_bias=dt_bias)
     if x.ndim != rank:
         raise ValueError(f"{name}: x has shape {x.shape}, expected {'[B, T, HV, K]' if rank == 4 else '[B, T, HV]'}")
     if A_log.shape != x.shape[2:3]:
         raise ValueError(f"{name}: A_log has shape {A_log.shape}, expected one value per head, {x.shape[2:3]}")
-    if dt_bias.shape != bias_shape:
-        raise ValueError(f"{name}: dt_bias has shape {dt_bias.shape}, expected {bias_shape}")
+    if dt_bias.shape != x.shape[2:]:
+        raise ValueError(f"{name}: dt_bias has shape {dt_bias.shape}, expected {x.shape[2:]}")

@@ -11,7 +11,7 @@ from kda_jax.ops.dispatch import choose, names_of, run, tpu_only
 from kda_jax.ops.gates import kda_gate
 from kda_jax.ops.norms import l2_norm
 from kda_jax.ops.segments import segments
-from kda_jax.ops.spec import Inputs, OpSpec, RecurrenceOutput, register, share_heads
+from kda_jax.ops.spec import Inputs, OpSpec, RecurrenceOutput, need_floats, register, share_heads
 
 
 def kda_step(
@@ -147,6 +147,7 @@ def kda_from_logits(
     Raises:
         as `kda` and `kda_gate`.
     """
+    need_floats(SPEC.name, q=q, k=k, v=v, x=x, beta_logits=beta_logits, A_log=A_log, dt_bias=dt_bias)
     logits = Inputs(q, k, v, x, beta_logits)
     here = x.ndim == 4 and x.shape[1] and sharding.parts("time", x.shape[1]) == 1  # the fused kernel has no summary of a segment
     if here and choose(SPEC, logits, implementation, chunk_size).chosen == "pallas_tpu":

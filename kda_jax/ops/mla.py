@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kda_jax.ops.attention import attention
+from kda_jax.ops.spec import need_floats
 
 
 @typing.no_type_check  # its own checks raise ValueError with the name and shape of the argument
@@ -36,8 +37,14 @@ def mla(
         [B, T, H, R]: sum_j p_j c_j.
 
     Raises:
-        ValueError: a latent whose width is not R + P.
+        ValueError: an argument has the wrong shape or dtype.
     """
+    need_floats("mla", q_latent=q_latent, q_rope=q_rope, latent=latent)
+    for name, x, rank in (("q_latent", q_latent, 4), ("q_rope", q_rope, 4), ("latent", latent, 3)):
+        if x.ndim != rank:
+            raise ValueError(f"mla: {name} has shape {x.shape}, expected {rank} axes")
+    if q_rope.shape[:3] != q_latent.shape[:3]:
+        raise ValueError(f"mla: q_rope has shape {q_rope.shape}, expected {q_latent.shape[:3]} and a width")
     R, P = q_latent.shape[-1], q_rope.shape[-1]
     if latent.shape[-1] != R + P:
         raise ValueError(f"latent has shape {latent.shape}; expected a last axis of {R} + {P} = {R + P}")

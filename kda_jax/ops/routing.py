@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kda_jax.ops.spec import need_floats
 from kda_jax.sharding import Shards, local_map
 
 
@@ -59,7 +60,12 @@ def route(
         >>> ops.route(jnp.array([[2.0, 1.0, 0.0, -1.0]]), top_k=2, renormalize=True, scaling_factor=1.0).experts.tolist()
         [[0, 1]]
     """
+    need_floats("route", logits=logits, **({} if bias is None else {"bias": bias}))
+    if logits.ndim not in (2, 3):
+        raise ValueError(f"logits has shape {logits.shape}; expected [N, E] or [B, T, E]")
     E = logits.shape[-1]
+    if bias is not None and bias.shape != (E,):
+        raise ValueError(f"bias has shape {bias.shape}; expected {(E,)}")
     if activation not in ("sigmoid", "softmax"):
         raise ValueError(f"activation is {activation!r}; expected 'sigmoid' or 'softmax'")
     if E % num_groups or not 1 <= top_groups <= num_groups:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kda_jax.ops.segments import Segments, segments
+from kda_jax.ops.spec import need_floats, need_integers
 from kda_jax.sharding import Shards, local_map, parts
 
 
@@ -58,6 +59,16 @@ def short_conv(
         >>> y[0, :, 0].tolist(), history.shape
         ([1.0, 2.0, 3.0], (1, 3, 2))
     """
+    need_floats("short_conv", x=x, weight=weight, **{n: a for n, a in (("bias", bias), ("initial_state", initial_state)) if a is not None})
+    need_integers("short_conv", segment_ids=segment_ids)
+    if x.ndim != 3:
+        raise ValueError(f"x has shape {x.shape}; expected [B, T, D]")
+    if weight.ndim != 2 or weight.shape[1] < 1:
+        raise ValueError(f"weight has shape {weight.shape}; expected ({x.shape[2]}, W) with W at least 1")
+    if bias is not None and bias.shape != x.shape[2:]:
+        raise ValueError(f"bias has shape {bias.shape}; expected {x.shape[2:]}")
+    if segment_ids is not None and segment_ids.shape != x.shape[:2]:
+        raise ValueError(f"segment_ids has shape {segment_ids.shape}; expected {x.shape[:2]}")
     B, T, D = x.shape
     W = weight.shape[1]
     if weight.shape[0] != D:

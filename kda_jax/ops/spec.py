@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +66,29 @@ class OpSpec:
 
 REGISTRY: dict[str, OpSpec] = {}
 """Every recurrence by name, in the order of the ladder."""
+
+
+def need_floats(op: str, **arrays: Any) -> None:
+    """Raises ValueError, with the name, for what is no array of floats of 16, 32 or 64 bits: outputs have v's dtype, which integers truncate."""
+    for name, x in arrays.items():
+        need_array(op, name, x)
+        if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 2:
+            raise ValueError(f"{op}: {name} has dtype {x.dtype}, expected a float of 16, 32 or 64 bits")
+
+
+def need_integers(op: str, **arrays: Any) -> None:
+    """Raises ValueError, with the name, for what is no array of integers. None passes."""
+    for name, x in arrays.items():
+        if x is not None:
+            need_array(op, name, x)
+            if not jnp.issubdtype(x.dtype, jnp.integer):
+                raise ValueError(f"{op}: {name} has dtype {x.dtype}, expected integers")
+
+
+def need_array(op: str, name: str, x: Any) -> None:
+    """Raises ValueError for what has no shape and dtype: lists, numbers, None."""
+    if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+        raise ValueError(f"{op}: {name} is {'None' if x is None else f'a {type(x).__name__}'}, expected an array")
 
 
 def register(spec: OpSpec) -> OpSpec:

@@ -1,10 +1,12 @@
 """Arguments out of contract get one sentence that names them; explain tells what was chosen."""
 
 import doctest
+import functools
 import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from kda_jax import ops
@@ -48,6 +50,90 @@ def test_wrong_arrays(inputs, change, words):
 def test_wrong_keywords(inputs, keywords, words):
     with pytest.raises(ValueError, match=f"kda: {words}"):
         ops.kda(*inputs, **keywords)
+
+
+KINDS = [
+    (lambda x: np.asarray(x).tolist(), "is a list, expected an array"),
+    (lambda x: None, "is None, expected an array"),
+    (lambda x: 1.0, "is a float, expected an array"),
+    (lambda x: x.astype(jnp.int32), "has dtype int32, expected a float of 16, 32 or 64 bits"),
+    (lambda x: x.astype(jnp.complex64), "has dtype complex64, expected a float"),
+    (lambda x: x.astype(jnp.float8_e4m3fn), "has dtype float8_e4m3fn, expected a float"),
+]
+"""What is no array of floats. Integer values gave outputs truncated to integers, complex ones lost half of themselves."""
+
+
+def _calls():
+    """(function, its arrays by name) for every op that takes several."""
+    for name, spec in ops.REGISTRY.items():
+        arrays = dict(zip(spec.arguments, spec.arrays(spec.make_inputs(jax.random.key(0), B=1, T=2, H=1, HV=1, K=4, V=4)), strict=True))
+        yield getattr(ops, name), arrays
+        yield functools.partial(ops.decode, name, jnp.zeros((2, 1, 4, 4)), jnp.array([1])), arrays
+    x, gate = jnp.ones((1, 2, 1, 4)), {"A_log": jnp.ones(1)}
+    qkv, beta = {"q": x, "k": x, "v": x}, {"beta_logits": x[..., 0]}
+    yield ops.kda_from_logits, {**qkv, "x": x, **beta, **gate, "dt_bias": jnp.ones((1, 4))}
+    yield ops.gated_delta_rule_from_logits, {**qkv, "x": x[..., 0], **beta, **gate, "dt_bias": jnp.ones(1)}
+    yield ops.delta_rule_from_logits, qkv | beta
+    yield ops.attention, qkv
+    yield functools.partial(ops.mla, scale=1.0), {"q_latent": x, "q_rope": x, "latent": jnp.ones((1, 2, 8))}
+    yield ops.short_conv, {"x": jnp.ones((1, 2, 4)), "weight": jnp.ones((4, 3))}
+    yield functools.partial(ops.route, top_k=1, renormalize=True, scaling_factor=1.0), {"logits": jnp.ones((2, 3))}
+    routing, w = ops.Routing(jnp.zeros((2, 1), jnp.int32), jnp.ones((2, 1))), jnp.ones((3, 4, 4))
+    yield lambda x, w1, w3, w2: ops.experts(x, routing, w1, w3, w2), {"x": jnp.ones((2, 4)), "w1": w, "w3": w, "w2": w}
+
+
+def test_what_is_no_array_of_floats():
+    for call, arrays in _calls():
+        for name, x in arrays.items():
+            for change, words in KINDS:
+                changed = list((arrays | {name: change(x)}).items())
+                positional = isinstance(call, functools.partial) and call.func is ops.decode
+                with pytest.raises(ValueError, match=f"{name} {words}"):
+                    call(*(a for _, a in changed)) if positional else call(**dict(changed))
+
+
+def test_other_arguments_that_are_no_arrays(inputs):
+    with pytest.raises(ValueError, match="kda: initial_state has dtype int32, expected a float"):
+        ops.kda(*inputs, initial_state=jnp.zeros((2, 4, 16, 8), jnp.int32))
+    with pytest.raises(ValueError, match="kda: initial_state is a float, expected an array"):
+        ops.kda(*inputs, initial_state=0.0)
+    with pytest.raises(ValueError, match="kda: segment_ids is a list, expected an array"):
+        ops.kda(*inputs, segment_ids=[[1] * 4] * 2)
+    with pytest.raises(ValueError, match="kda: chunk_size is 4.0, expected a power of two"):
+        ops.kda(*inputs, chunk_size=4.0)
+    with pytest.raises(ValueError, match="kda: g is a log decay and must be <= 0"):
+        ops.kda(*inputs._replace(g=-np.asarray(inputs.g)))
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda x: ops.attention(x[0], x, x), r"attention: q has shape \(3, 2, 4\), expected \[B, T, H, K\]"),
+        (lambda x: ops.attention(x, x[..., :3], x), r"attention: k has shape \(2, 3, 2, 3\), expected \[2, S, HK, 4\]"),
+        (lambda x: ops.attention(x, x, x[:, :2]), r"attention: v has shape \(2, 2, 2, 4\), expected \[2, 3, HK, V\]"),
+        (
+            lambda x: ops.attention(x, x, x, segment_ids=jnp.ones((2, 4), int)),
+            r"attention: segment_ids has shape \(2, 4\), expected \(2, 3\)",
+        ),
+        (lambda x: ops.attention(x, x, x, q_index=jnp.ones(3, int)), r"attention: q_index has shape \(3,\), expected \(2, 3\)"),
+        (lambda x: ops.attention(x, x, x, q_index=jnp.ones((2, 3))), "attention: q_index has dtype float32, expected integers"),
+        (lambda x: ops.mla(x, x[:, :2], x[:, :, 0], scale=1.0), r"mla: q_rope has shape \(2, 2, 2, 4\), expected \(2, 3, 2\) and a width"),
+        (lambda x: ops.mla(x, x, x, scale=1.0), r"mla: latent has shape \(2, 3, 2, 4\), expected 3 axes"),
+        (lambda x: ops.short_conv(x, jnp.ones((4, 3))), r"x has shape \(2, 3, 2, 4\); expected \[B, T, D\]"),
+        (lambda x: ops.short_conv(x[0], jnp.ones((4, 0))), r"weight has shape \(4, 0\); expected \(4, W\) with W at least 1"),
+        (lambda x: ops.short_conv(x[0], jnp.ones((4, 3)), jnp.ones(3)), r"bias has shape \(3,\); expected \(4,\)"),
+        (lambda x: ops.short_conv(x[0], jnp.ones((4, 3)), segment_ids=jnp.ones((3, 3), int)), r"segment_ids has shape \(3, 3\)"),
+        (lambda x: ops.route(x, top_k=1, renormalize=True, scaling_factor=1.0), r"logits has shape \(2, 3, 2, 4\); expected"),
+        (lambda x: ops.route(x[0], jnp.ones(3), top_k=1, renormalize=True, scaling_factor=1.0), r"bias has shape \(3,\); expected \(4,\)"),
+        (
+            lambda x: ops.experts(x[0], ops.Routing(jnp.zeros((3, 1), int), jnp.ones((3, 1))), *[jnp.ones((2, 4, 4))] * 3),
+            r"routing has experts \(3, 1\) and weights \(3, 1\); expected \(3, 2\) and k in both",
+        ),
+    ],
+)
+def test_shapes_of_the_functions_around_them(call, words):
+    with pytest.raises(ValueError, match=words):
+        call(jnp.ones((2, 3, 2, 4)))
 
 
 def test_gates_check_their_arguments():
