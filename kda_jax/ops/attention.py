@@ -110,10 +110,11 @@ def attention_with_max_logit(
     return AttentionOutput(o.reshape(*o.shape[:2], H, v.shape[-1]), jax.lax.stop_gradient(m).reshape(*o.shape[:2], H))
 
 
+@typing.no_type_check
 def _check(q: Array, k: Array, v: Array, indices: dict[str, Array | None]) -> None:
     """One sentence for an argument of another shape or dtype."""
-    need_floats("attention", q=q, k=k, v=v)
-    need_integers("attention", **indices)
+    need_floats("attention", dict(q=q, k=k, v=v))
+    need_integers("attention", indices)
 
     def need(ok, name, x, expected):
         if not ok:

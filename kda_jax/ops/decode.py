@@ -108,9 +108,9 @@ def _check(spec: OpSpec, pool, slots, inputs: Inputs, advance) -> None:
             raise ValueError(f"{spec.name}: {name} has shape {tuple(jnp.shape(x))}, expected {expected}")
 
     q, k, v, g, beta = inputs
-    need_floats(spec.name, pool=pool, **{name: getattr(inputs, name) for name in spec.arguments})
+    need_floats(spec.name, dict(pool=pool, **{name: getattr(inputs, name) for name in spec.arguments}))
     need_array(spec.name, "slots", slots)
-    need_integers(spec.name, slots=slots, advance=advance)
+    need_integers(spec.name, dict(slots=slots, advance=advance))
     need(q.ndim == 4, "q", q, "[B, T, H, K]")
     B, T, H, K = q.shape
     need(k.shape == q.shape, "k", k, f"the shape of q, {q.shape}")

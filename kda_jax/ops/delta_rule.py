@@ -144,7 +144,7 @@ def delta_rule_from_logits(
         >>> ops.delta_rule_from_logits(k, k, v, jnp.zeros((1, 2, 1))).o.ravel().round(4).tolist()  # beta = 1/2
         [1.5, 4.25]
     """
-    need_floats(SPEC.name, q=q, k=k, v=v, beta_logits=beta_logits)
+    need_floats(SPEC.name, dict(q=q, k=k, v=v, beta_logits=beta_logits))
     beta = jax.nn.sigmoid(beta_logits.astype(jnp.promote_types(jnp.float32, beta_logits.dtype)))
     return run(
         SPEC,

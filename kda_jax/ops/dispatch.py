@@ -55,7 +55,7 @@ def run(
     state = _zero_state(inputs, dtype) if initial_state is None else initial_state.astype(dtype)
     if segment_ids is not None:
         inputs = _with_boundaries(inputs, segment_ids)
-    if inputs.q.shape[1] == 0:
+    if inputs.v.size == 0:  # no tokens, no rows, or values without width
         return RecurrenceOutput(jnp.zeros_like(inputs.v), state)
     chosen = choose(spec, inputs, implementation, chunk_size).chosen
     options = {"chunk_size": chunk_size}
@@ -241,7 +241,7 @@ def _validate(spec, inputs, initial_state, segment_ids, chunk_size, implementati
         if not ok:
             raise ValueError(f"{spec.name}: {name} has shape {tuple(jnp.shape(x))}, expected {expected}")
 
-    need_floats(spec.name, **{name: getattr(inputs, name) for name in spec.arguments})
+    need_floats(spec.name, {name: getattr(inputs, name) for name in spec.arguments})
     need(len(q.shape) == 4, "q", q, "[B, T, H, K]")
     B, T, H, K = q.shape
     need(H > 0 and K > 0, "q", q, "[B, T, H, K] with H and K at least 1")
@@ -261,10 +261,10 @@ def _validate(spec, inputs, initial_state, segment_ids, chunk_size, implementati
     if beta is not None:
         need(tuple(beta.shape) == (B, T, HV), "beta", beta, f"{(B, T, HV)}")
     if initial_state is not None:
-        need_floats(spec.name, initial_state=initial_state)
+        need_floats(spec.name, dict(initial_state=initial_state))
         need(initial_state.shape == (B, HV, K, v.shape[-1]), "initial_state", initial_state, f"{(B, HV, K, v.shape[-1])}")
     if segment_ids is not None:
-        need_integers(spec.name, segment_ids=segment_ids)
+        need_integers(spec.name, dict(segment_ids=segment_ids))
         need(tuple(segment_ids.shape) == (B, T), "segment_ids", segment_ids, f"{(B, T)}")
     if not isinstance(chunk_size, int) or chunk_size < 1 or chunk_size & (chunk_size - 1):
         raise ValueError(f"{spec.name}: chunk_size is {chunk_size}, expected a power of two")

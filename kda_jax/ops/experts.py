@@ -66,8 +66,8 @@ def experts(
         sends its tokens to the owners of their experts and gets the results back; every device has room for all that could come, so
         none is dropped. FFN widths may be split as well.
     """
-    need_floats("experts", x=x, weights=routing.weights, w1=w1, w3=w3, w2=w2)
-    need_integers("experts", experts=routing.experts)
+    need_floats("experts", dict(x=x, weights=routing.weights, w1=w1, w3=w3, w2=w2))
+    need_integers("experts", dict(experts=routing.experts))
     if x.ndim not in (2, 3):
         raise ValueError(f"x has shape {x.shape}; expected [N, D] or [B, T, D]")
     if routing.experts.shape[:-1] != x.shape[:-1] or routing.weights.shape != routing.experts.shape:

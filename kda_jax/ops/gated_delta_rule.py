@@ -155,7 +155,7 @@ def gated_delta_rule_from_logits(
         3.0
     """
     g = gdn_gate(x, A_log, dt_bias)
-    need_floats(SPEC.name, q=q, k=k, v=v, beta_logits=beta_logits)
+    need_floats(SPEC.name, dict(q=q, k=k, v=v, beta_logits=beta_logits))
     return run(
         SPEC,
         Inputs(q, k, v, g, jax.nn.sigmoid(beta_logits.astype(g.dtype))),

@@ -70,7 +70,7 @@ def gdn_gate(x: Float[Array, "B T HV"], A_log: Float[Array, " HV"], dt_bias: Flo
 
 
 def _check(name, x, rank, A_log, dt_bias):
-    need_floats(name, x=x, A_log=A_log, dt_bias=dt_bias)
+    need_floats(name, dict(x=x, A_log=A_log, dt_bias=dt_bias))
     if x.ndim != rank:
         raise ValueError(f"{name}: x has shape {x.shape}, expected {'[B, T, HV, K]' if rank == 4 else '[B, T, HV]'}")
     if A_log.shape != x.shape[2:3]:

@@ -147,7 +147,7 @@ def kda_from_logits(
     Raises:
         as `kda` and `kda_gate`.
     """
-    need_floats(SPEC.name, q=q, k=k, v=v, x=x, beta_logits=beta_logits, A_log=A_log, dt_bias=dt_bias)
+    need_floats(SPEC.name, dict(q=q, k=k, v=v, x=x, beta_logits=beta_logits, A_log=A_log, dt_bias=dt_bias))
     logits = Inputs(q, k, v, x, beta_logits)
     here = x.ndim == 4 and x.shape[1] and sharding.parts("time", x.shape[1]) == 1  # the fused kernel has no summary of a segment
     if here and choose(SPEC, logits, implementation, chunk_size).chosen == "pallas_tpu":

@@ -39,7 +39,7 @@ def mla(
     Raises:
         ValueError: an argument has the wrong shape or dtype.
     """
-    need_floats("mla", q_latent=q_latent, q_rope=q_rope, latent=latent)
+    need_floats("mla", dict(q_latent=q_latent, q_rope=q_rope, latent=latent))
     for name, x, rank in (("q_latent", q_latent, 4), ("q_rope", q_rope, 4), ("latent", latent, 3)):
         if x.ndim != rank:
             raise ValueError(f"mla: {name} has shape {x.shape}, expected {rank} axes")

@@ -60,7 +60,7 @@ def route(
         >>> ops.route(jnp.array([[2.0, 1.0, 0.0, -1.0]]), top_k=2, renormalize=True, scaling_factor=1.0).experts.tolist()
         [[0, 1]]
     """
-    need_floats("route", logits=logits, **({} if bias is None else {"bias": bias}))
+    need_floats("route", dict(logits=logits, **({} if bias is None else {"bias": bias})))
     if logits.ndim not in (2, 3):
         raise ValueError(f"logits has shape {logits.shape}; expected [N, E] or [B, T, E]")
     E = logits.shape[-1]

@@ -59,8 +59,10 @@ def short_conv(
         >>> y[0, :, 0].tolist(), history.shape
         ([1.0, 2.0, 3.0], (1, 3, 2))
     """
-    need_floats("short_conv", x=x, weight=weight, **{n: a for n, a in (("bias", bias), ("initial_state", initial_state)) if a is not None})
-    need_integers("short_conv", segment_ids=segment_ids)
+    need_floats(
+        "short_conv", dict(x=x, weight=weight, **{n: a for n, a in (("bias", bias), ("initial_state", initial_state)) if a is not None})
+    )
+    need_integers("short_conv", dict(segment_ids=segment_ids))
     if x.ndim != 3:
         raise ValueError(f"x has shape {x.shape}; expected [B, T, D]")
     if weight.ndim != 2 or weight.shape[1] < 1:

@@ -68,15 +68,15 @@ REGISTRY: dict[str, OpSpec] = {}
 """Every recurrence by name, in the order of the ladder."""
 
 
-def need_floats(op: str, **arrays: Any) -> None:
-    """Raises ValueError, with the name, for what is no array of floats of 16, 32 or 64 bits: outputs have v's dtype, which integers truncate."""
+def need_floats(op: str, arrays: dict[str, Any]) -> None:
+    """Raises ValueError, with the name, for what is no array of floats of 16 to 64 bits: outputs have v's dtype, and integers truncate."""
     for name, x in arrays.items():
         need_array(op, name, x)
         if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 2:
             raise ValueError(f"{op}: {name} has dtype {x.dtype}, expected a float of 16, 32 or 64 bits")
 
 
-def need_integers(op: str, **arrays: Any) -> None:
+def need_integers(op: str, arrays: dict[str, Any]) -> None:
     """Raises ValueError, with the name, for what is no array of integers. None passes."""
     for name, x in arrays.items():
         if x is not None:

@@ -99,8 +99,6 @@ def test_other_arguments_that_are_no_arrays(inputs):
         ops.kda(*inputs, initial_state=0.0)
     with pytest.raises(ValueError, match="kda: segment_ids is a list, expected an array"):
         ops.kda(*inputs, segment_ids=[[1] * 4] * 2)
-    with pytest.raises(ValueError, match="kda: chunk_size is 4.0, expected a power of two"):
-        ops.kda(*inputs, chunk_size=4.0)
     with pytest.raises(ValueError, match="kda: g is a log decay and must be <= 0"):
         ops.kda(*inputs._replace(g=-np.asarray(inputs.g)))
 
@@ -134,6 +132,16 @@ def test_other_arguments_that_are_no_arrays(inputs):
 def test_shapes_of_the_functions_around_them(call, words):
     with pytest.raises(ValueError, match=words):
         call(jnp.ones((2, 3, 2, 4)))
+
+
+@pytest.mark.parametrize("shape", [dict(B=0), dict(T=0), dict(V=0)])
+@pytest.mark.parametrize("implementation", ["scan", "xla"])
+def test_nothing_to_do(shape, implementation):
+    arrays = ops.REGISTRY["kda"].make_inputs(jax.random.key(0), **{"B": 2, "T": 3, "H": 1, "HV": 2, "K": 4, "V": 3, **shape})
+    state = jnp.ones((arrays.v.shape[0], 2, 4, arrays.v.shape[-1]))
+    out = ops.kda(*arrays, initial_state=state, implementation=implementation)
+    assert out.o.shape == arrays.v.shape
+    assert jnp.array_equal(out.final_state, state)
 
 
 def test_gates_check_their_arguments():
