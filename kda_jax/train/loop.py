@@ -144,6 +144,7 @@ def _prepare(config: RunConfig) -> _Parts:
 
 
 def _check_run_dir(run_dir: Path, config: RunConfig) -> None:
+    """Refuses what is not this run's."""
     if run_dir.exists() and not run_dir.is_dir():
         raise UserError(f"{run_dir} is a file; choose another --run-dir")
     saved = run_dir / "config.json"
@@ -153,8 +154,13 @@ def _check_run_dir(run_dir: Path, config: RunConfig) -> None:
         except ValueError as error:
             raise UserError(f"{saved} is not JSON ({error}); choose another --run-dir") from error
         _refuse_differences(run_dir, from_dict(plain), config)
-    elif run_dir.is_dir() and any(run_dir.iterdir()):
+    elif run_dir.is_dir() and not all(map(_left_by_a_killed_start, run_dir.iterdir())):
         raise UserError(f"{run_dir} is not empty and not a run directory (no config.json); choose another --run-dir")
+
+
+def _left_by_a_killed_start(path: Path) -> bool:
+    """Whether a process that was killed before config.json was there may have made `path`."""
+    return path.name.startswith(".config.json.") or (path.name == "checkpoints" and path.is_dir() and not any(path.iterdir()))
 
 
 def _refuse_differences(place: Path, saved: RunConfig, wanted: RunConfig) -> None:

@@ -88,7 +88,8 @@ def reference(name):
 
 @functools.cache
 def empty_cache(name, rows=ROWS):
-    return jax.jit(lambda: build(name).init_cache(rows, 128))()
+    model = build(name)  # kept for all: not inside jit, where its parameters would be tracers
+    return jax.jit(lambda: model.init_cache(rows, 128))()
 
 
 @functools.cache

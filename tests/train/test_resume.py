@@ -170,3 +170,12 @@ def test_directory_of_something_else(tmp_path):
     config = run_config(write_text(tmp_path / "text"))
     with pytest.raises(UserError, match="not empty and not a run directory"):
         loop.train(config, tmp_path / "text")
+
+
+def test_killed_before_the_configuration_was_written(tmp_path):
+    """`checkpoints/` is made first; compiling the first state, which takes seconds, lies between it and config.json."""
+    run_dir = tmp_path / "run"
+    (run_dir / "checkpoints").mkdir(parents=True)
+    (run_dir / ".config.json.123").write_text("{")
+    config = run_config(write_text(tmp_path / "text"), steps=3)
+    assert loop.train(config, run_dir).step == 3
