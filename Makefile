@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
+EXTRAS ?= test
 
-.PHONY: demo test test-all lint notebooks clean
+.PHONY: demo test test-all test-tpu lint notebooks clean
 
 # XLA's first optimisation level compiles a quarter faster than its default on a CPU and runs as fast.
 demo: export XLA_FLAGS := --xla_backend_optimization_level=1 $(XLA_FLAGS)
@@ -17,6 +18,11 @@ test: $(VENV)/install.stamp
 
 test-all: $(VENV)/install.stamp
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -q -m ""
+
+# Budgets of the TPU kernels and plans of slices: libtpu compiles them without a TPU, in an environment of its own.
+test-tpu:
+	$(MAKE) VENV=.venv-tpu EXTRAS=test,tpu .venv-tpu/install.stamp
+	.venv-tpu/bin/python -m pytest -q -m "" tests/kernels/test_tpu_budget.py tests/test_plan.py
 
 lint: $(VENV)/install.stamp
 	$(BIN)/ruff check .
@@ -32,7 +38,7 @@ $(VENV)/install.stamp: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, found " + sys.version.split()[0] + "; choose one with make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]'
 	touch $@
 
 $(VENV)/data.stamp: $(VENV)/install.stamp

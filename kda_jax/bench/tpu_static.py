@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kda_jax import ops
+from kda_jax.bench import tpu_peers
 from kda_jax.bench.bundles import Kernel, read_kernels
 from kda_jax.errors import UserError, nearest
 from pallas_kernels.tpu import tiles
@@ -72,6 +73,8 @@ class StaticOptions:
     key_dim: int = 128
     value_dim: int = 128
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    peer: Literal["tokamax", "deltanet-tpu"] | None = None
+    """Compile that library's kernel for the same problem, in its own layout, in place of ours. It has to be installed."""
     heads_per_step: int | None = None
     """Value heads of a grid step of the kernels; the tuned number if absent."""
     json: pathlib.Path | None = None
@@ -130,6 +133,8 @@ def measure(options: StaticOptions) -> Report:
         raise UserError(f"there is no recurrence {options.tpu_static!r}{close}; there are {', '.join(ops.REGISTRY)}")
     if options.lower_bound is not None and options.tpu_static != "kda":
         raise UserError(f"--lower-bound is of kda's gate; {options.tpu_static} has none")
+    if options.peer is not None:
+        program(options)  # says what is missing
     if importlib.util.find_spec("libtpu") is None:
         raise UserError('--tpu-static compiles with libtpu, which is not installed: pip install "jax[tpu]"')
     with tempfile.TemporaryDirectory(prefix="kda_jax_llo_") as folder:
@@ -209,6 +214,9 @@ def program(options: StaticOptions):
         with tiles.use(tile):
             return recurrence(options.tpu_static, options.lower_bound, **arrays)
 
+    if options.peer is not None:
+        forward, arrays = tpu_peers.forward(options.peer, options.tpu_static, options.lower_bound, arrays)
+        value = arrays["v"]
     tile = options.heads_per_step and tiles.Tile(options.heads_per_step, options.heads_per_step)
 
     def both(arrays, do):
@@ -269,7 +277,8 @@ def _print(options: StaticOptions, report: Report) -> None:
     shape = f"B={options.batch} T={options.tokens} H={options.heads} K={options.key_dim} V={options.value_dim} {options.dtype}"
     bound = "" if options.lower_bound is None else f" bounded by {options.lower_bound:g}"
     versions = ", ".join(f"{name} {number}" for name, number in _versions().items())
-    table = Table(title=f"{options.tpu_static}{bound}, {options.mode}, {shape} on {report.device}; {versions}")
+    of_peer = "" if options.peer is None else f" of {options.peer} {importlib.metadata.version(options.peer)}"
+    table = Table(title=f"{options.tpu_static}{bound}{of_peer}, {options.mode}, {shape} on {report.device}; {versions}")
     shown = ("MXU", "XLU", "VALU", "EUP", "VLOAD", "VSTORE")
     for column in ("kernel", "issue cycles", "per token-head", "bundles", *(f"{unit} %" for unit in shown), "spills", "fills", "VMEM MiB"):
         table.add_column(column, justify="left" if column == "kernel" else "right", overflow="fold")

@@ -12,7 +12,7 @@ import pytest
 import tyro
 
 from kda_jax import cli, ops
-from kda_jax.bench import bundles, tpu_search, tpu_static
+from kda_jax.bench import bundles, tpu_peers, tpu_search, tpu_static
 from kda_jax.errors import UserError
 from pallas_kernels.tpu import tiles
 
@@ -155,6 +155,11 @@ def test_floors_of_kda():
 def test_mistakes_are_sentences(capsys, monkeypatch):
     assert cli.main(["bench", "--tpu-static", "kdaa"]) == 2
     assert "no recurrence 'kdaa'; nearest: kda" in capsys.readouterr().err
+    monkeypatch.setattr(tpu_peers, "MODULES", {"tokamax": "no_such_module", "deltanet-tpu": "json"})
+    assert cli.main(["bench", "--tpu-static", "kda", "--peer", "tokamax"]) == 2
+    assert "a library that is not installed: pip install tokamax" in capsys.readouterr().err
+    assert cli.main(["bench", "--tpu-static", "delta_rule", "--peer", "deltanet-tpu"]) == 2
+    assert "deltanet-tpu is measured on kda and gated_delta_rule, not on delta_rule" in capsys.readouterr().err
     assert cli.main(["bench", "--tpu-static=delta_rule", "--lower-bound", "-5"]) == 2
     assert "delta_rule has none" in capsys.readouterr().err
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
