@@ -19,10 +19,10 @@ test: $(VENV)/install.stamp
 test-all: $(VENV)/install.stamp
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -q -m ""
 
-# Budgets of the TPU kernels and plans of slices: libtpu compiles them without a TPU, in an environment of its own.
+# Budgets of the TPU kernels: libtpu compiles them without a TPU, in an environment of its own.
 test-tpu:
 	$(MAKE) VENV=.venv-tpu EXTRAS=test,tpu .venv-tpu/install.stamp
-	.venv-tpu/bin/python -m pytest -q -m "" tests/kernels/test_tpu_budget.py tests/test_plan.py
+	.venv-tpu/bin/python -m pytest -q -m "" tests/kernels/test_tpu_budget.py
 
 lint: $(VENV)/install.stamp
 	$(BIN)/ruff check .
