@@ -2,12 +2,13 @@
 
 import json
 import math
+import os
 import signal
 import threading
 import time
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +31,11 @@ from kda_jax.train.optim import make_optimizer, make_schedule
 from kda_jax.train.start import check_start, start_weights
 from kda_jax.train.state import TrainState, flatten, initial_state, left_whole, shapes, split, state_shardings, with_shardings
 from kda_jax.train.step import StepMetrics, make_train_step
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 
 class Result(NamedTuple):
@@ -92,8 +98,8 @@ def train(config: RunConfig, run_dir: str | Path, console: Console | None = None
     def say(line: str) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    checkpoints = Checkpoints(run_dir, keep=config.checkpoint.keep, on_failure=config.checkpoint.on_failure, say=say)
-    with jax.set_mesh(parts.mesh), distributed.explained():
+    with _alone(run_dir), jax.set_mesh(parts.mesh), distributed.explained():
+        checkpoints = Checkpoints(run_dir, keep=config.checkpoint.keep, on_failure=config.checkpoint.on_failure, say=say)
         state = _start(parts, checkpoints, say)
         if distributed.is_first():
             write_json(run_dir / "config.json", to_dict(config))
@@ -161,6 +167,27 @@ def _check_run_dir(run_dir: Path, config: RunConfig) -> None:
 def _left_by_a_killed_start(path: Path) -> bool:
     """Whether a process that was killed before config.json was there may have made `path`."""
     return path.name.startswith(".config.json.") or (path.name == "checkpoints" and path.is_dir() and not any(path.iterdir()))
+
+
+@contextmanager
+def _alone(run_dir: Path) -> Iterator[None]:
+    """Refuses a second run in the directory while this one lasts; the lock goes with the process, however it ends.
+
+    Of several processes the first holds it. A file system or a platform without such locks holds nothing.
+    """
+    if fcntl is None or not distributed.is_first():
+        yield
+        return
+    directory = os.open(run_dir / "checkpoints", os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            try:
+                fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(f"another process is training in {run_dir}; wait for it, or choose another --run-dir") from None
+        yield
+    finally:
+        os.close(directory)
 
 
 def _refuse_differences(place: Path, saved: RunConfig, wanted: RunConfig) -> None:

@@ -179,3 +179,14 @@ def test_killed_before_the_configuration_was_written(tmp_path):
     (run_dir / ".config.json.123").write_text("{")
     config = run_config(write_text(tmp_path / "text"), steps=3)
     assert loop.train(config, run_dir).step == 3
+
+
+def test_two_runs_do_not_share_a_directory(tmp_path):
+    """The second is refused while the first lasts, and nothing is written; afterwards it may go on."""
+    config, run_dir = run_config(write_text(tmp_path / "text"), steps=4), tmp_path / "run"
+    (run_dir / "checkpoints").mkdir(parents=True)
+    with loop._alone(run_dir):
+        with pytest.raises(UserError, match=r"another process is training in .*run; wait for it, or choose another --run-dir"):
+            loop.train(config, run_dir)
+        assert [path.name for path in run_dir.rglob("*")] == ["checkpoints"]
+    assert loop.train(config, run_dir).step == 4
