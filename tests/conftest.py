@@ -1,6 +1,7 @@
 """Set before JAX starts: a CPU backend with eight devices, and compilation that suits programs which run once.
 
-Subprocesses of tests inherit it. What must hold for the compiler's own choices is compiled `as_users` do.
+Subprocesses of tests inherit it, and keep what they compile for each other. What must hold for the compiler's own choices is compiled
+`as_users` do.
 """
 
 import os
@@ -14,12 +15,20 @@ if metadata.version("jaxlib").startswith("0.10."):  # a flag of that version alo
     FLAGS["xla_cpu_use_fusion_emitters"] = "false"
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(__file__).parents[1] / ".cache" / "jax"))
 missing = [f"--{name}={value}" for name, value in FLAGS.items() if name not in os.environ.get("XLA_FLAGS", "")]
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *missing]).strip()
 
 MAPS = pathlib.Path("/proc/self/maps")
 MOST_MAPS = 30_000
 """Linux lets a process have 65,530 mapped regions. A compiled program takes ten to a thousand, and XLA crashes where it gets none."""
+
+
+def pytest_configure():
+    """A process of tests compiles for itself: one program is compiled once in it, and so is really compiled."""
+    import jax
+
+    jax.config.update("jax_enable_compilation_cache", False)
 
 
 @pytest.fixture(scope="session")

@@ -36,7 +36,7 @@ def test_the_future_is_invisible(spec, decay, implementation, as_users):
             assert bool(jnp.all(a[:, :p] == b[:, :p]))
 
 
-@pytest.mark.parametrize("chunk_size", [16, 64])
+@pytest.mark.parametrize("chunk_size", [pytest.param(16, marks=pytest.mark.slow), 64])
 @pytest.mark.parametrize(("spec", "decay"), CASES)
 def test_appending_tokens_never_changes_the_prefix(spec, decay, chunk_size, as_users):
     call = getattr(ops, spec.name)

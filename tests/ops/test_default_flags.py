@@ -9,7 +9,8 @@ import jax
 from kda_jax import ops, testing
 
 for name, spec in ops.REGISTRY.items():
-    for B, T, H, K in ((2, 31, 4, 32), (1, 64, 1, 128), (1, 300, 2, 16)):
+    shapes = [(2, 31, 4, 32), (1, 64, 1, 128), (1, 300, 2, 16)]
+    for B, T, H, K in shapes if "channel" in spec.decays else shapes[:1]:
         arrays = spec.arrays(spec.make_inputs(jax.random.key(0), B=B, T=T, H=H, HV=H, K=K, V=K))
         # The forward alone: with its backward in the same program XLA fused otherwise and the fault did not show.
         found = jax.jit(lambda *a: getattr(ops, name)(*a, implementation="xla"))(*arrays)
