@@ -138,6 +138,8 @@ def forward_pack(plan: Plan, refs, step: Step, heads: list[int]) -> Generator[No
             refs["inverse"][0, 0, heads[0] // plan.pack] = side_by_side(solve)
         solve = to_block(plan, solve, refs["diagonal"][...])
     z = written(plan, [step.v[h] for h in heads], [x[C:] for x in read], ready, factor, solve)
+    if plan.delta and "inverse" in refs:  # a token without beta writes nothing, not even the trace that the backward looks for
+        z = jnp.where(rows([step.beta[:, h : h + 1] == 0.0 for h in heads]), 0.0, z)
     yield
     inner = dot(plan, score.qk, z) + times_diagonal(plan, ready, z)
     for p, (h, op) in enumerate(zip(heads, ready.operands, strict=True)):

@@ -3,25 +3,35 @@
 The cases are in extreme_cases.py; test_grid.py crosses all of them with every op.
 """
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import pytest
 from extreme_cases import GATES, KEYS, OTHERS, problem_of, with_gates, with_keys
+from jax.experimental.pallas import tpu as pltpu
 
 from kda_jax import ops, testing
 from kda_jax.testing import TOLERANCE
 
 IMPLEMENTATIONS = ["scan", "xla"]
+WITH_KERNELS = [*IMPLEMENTATIONS, pytest.param("pallas_tpu", marks=pytest.mark.slow)]
 T = 66
 
 
+def interpreted():
+    return pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(uninitialized_memory="nan", out_of_bounds_reads="raise"))
+
+
 def check(name, problem, implementation):
-    for result, error in testing.errors(ops.REGISTRY[name], problem, implementation=implementation).items():
+    with interpreted() if implementation == "pallas_tpu" else contextlib.nullcontext():
+        errors = testing.errors(ops.REGISTRY[name], problem, implementation=implementation)
+    for result, error in errors.items():
         assert error.rms <= TOLERANCE["float32"].extreme, f"{name} {implementation} {result}: {error}"
 
 
 @pytest.mark.parametrize("kind", GATES)
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", WITH_KERNELS)
 @pytest.mark.parametrize(
     ("name", "decay"),
     [("kda", "channel"), ("gated_delta_rule", "head"), ("gated_linear_attention", "channel"), ("gated_linear_attention", "head")],
@@ -31,14 +41,14 @@ def test_gates(name, decay, implementation, kind):
 
 
 @pytest.mark.parametrize("case", KEYS)
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", WITH_KERNELS)
 @pytest.mark.parametrize(("name", "decay"), [("kda", "channel"), ("delta_rule", "none")])
 def test_keys_and_betas(name, decay, implementation, case):
     check(name, with_keys(problem_of(name, decay, seed=1), case), implementation)
 
 
 @pytest.mark.parametrize("case", OTHERS)
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", WITH_KERNELS)
 def test_states_values_and_cotangents(implementation, case):
     """R030: also cotangents on the state only and on the output only."""
     check("kda", OTHERS[case](problem_of("kda", "channel", seed=2)), implementation)
