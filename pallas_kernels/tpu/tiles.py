@@ -18,7 +18,7 @@ SUBLANES = 8  # heads of a block, unless it holds all of them
 MOST_HEADS = 16  # of a step: more only lengthen the program
 VMEM_BYTES = 60 * 2**20  # of 64 MiB per core on v5p and tpu7x, 128 MiB on v5e and v6e
 # Values of C x (K + V) float32 that one head of a step keeps beside its blocks: from the compiler's allocations, rounded up.
-SCRATCH = {"none": (3, 12), "head": (3, 12), "bounded": (7, 18), "channel": (8, 26)}
+SCRATCH = {"none": (3, 12), "head": (3, 12), "bounded": (7, 18), "channel": (8, 30)}
 
 
 class Tile(NamedTuple):
