@@ -72,9 +72,10 @@ def test_budgets_cover_the_family():
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason='the package libtpu is not installed: pip install "jax[tpu]"')
-@pytest.mark.parametrize("op", ["kda --target v6e --mode fwd --lower-bound -5.0", "linear_attention --target v6e --mode both"])
-def test_within_budget(op):
-    budget = BUDGETS[f"kda-jax bench --tpu-static {op}"]
+@pytest.mark.parametrize("command", BUDGETS)
+def test_within_budget(command):
+    """Ten to thirty seconds each."""
+    budget = BUDGETS[command]
     chosen = options(budget["command"])
     found = tpu_static.measure(chosen).cycles / chosen.token_heads
     assert found <= REGRESSION * budget["cycles_per_token_head"], f"libtpu {importlib.metadata.version('libtpu')}: {found:.2f}, {budget}"
