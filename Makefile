@@ -14,10 +14,10 @@ demo: $(VENV)/data.stamp
 	$(BIN)/kda-jax generate runs/demo --prompt "The Congress of the United States" --max-new-tokens 300 --temperature 0.8
 
 test: $(VENV)/install.stamp
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -q
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -q
 
 test-all: $(VENV)/install.stamp
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -q -m ""
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -q -m ""
 
 # Budgets of the TPU kernels: libtpu compiles them without a TPU, in an environment of its own.
 test-tpu:

@@ -31,6 +31,12 @@ def pytest_configure():
     jax.config.update("jax_enable_compilation_cache", False)
 
 
+def pytest_collection_modifyitems(items):
+    """The longest files first, or one worker would end with one of them alone."""
+    first = "test_notebooks.py", "test_readme.py"
+    items.sort(key=lambda item: item.path.name not in first)
+
+
 @pytest.fixture(scope="session")
 def as_users() -> dict:
     """`compiler_options` that undo the flags above."""
