@@ -53,13 +53,8 @@ def decode(
         >>> o.ravel().tolist(), pool.ravel().tolist()      # both outputs; the state took the first token
         ([1.0, 2.0], [0.0, 1.0, 0.0])
     """
-    name = op if isinstance(op, str) else op.__name__
-    if name not in REGISTRY:
-        raise ValueError(f"op: no recurrence is named {name!r}; there are {', '.join(REGISTRY)}")
-    spec = REGISTRY[name]
-    if len(arrays) != len(spec.arguments):
-        raise ValueError(f"{name} takes {len(spec.arguments)} arrays ({', '.join(spec.arguments)}), got {len(arrays)}")
-    inputs = Inputs(**(dict.fromkeys(Inputs._fields) | dict(zip(spec.arguments, arrays, strict=True))))
+    spec, inputs = _named(op, arrays)
+    name = spec.name
     _check(spec, pool, slots, inputs, advance)
     if implementation not in (None, "xla", "pallas_tpu"):
         raise ValueError(f"{name}: implementation of decode is {implementation!r}, expected None, 'xla' or 'pallas_tpu'")
@@ -74,6 +69,17 @@ def decode(
         with tpu_only(name):
             return tpu.decode(pool, slots, *inputs, advance=advance, scale=scale)
     return _decode_xla(spec, pool, slots, inputs, advance, scale)
+
+
+def _named(op: str | Callable, arrays: tuple) -> tuple[OpSpec, Inputs]:
+    """The recurrence, and its arrays by name."""
+    name = op if isinstance(op, str) else op.__name__
+    if name not in REGISTRY:
+        raise ValueError(f"op: no recurrence is named {name!r}; there are {', '.join(REGISTRY)}")
+    spec = REGISTRY[name]
+    if len(arrays) != len(spec.arguments):
+        raise ValueError(f"{name} takes {len(spec.arguments)} arrays ({', '.join(spec.arguments)}), got {len(arrays)}")
+    return spec, Inputs(**(dict.fromkeys(Inputs._fields) | dict(zip(spec.arguments, arrays, strict=True))))
 
 
 def _decode_xla(spec: OpSpec, pool, slots, inputs: Inputs, advance, scale) -> tuple[Array, Array]:

@@ -103,8 +103,11 @@ def linear_attention(
         chunk_size=chunk_size,
         implementation=implementation,
     )
-    if not normalize:
-        return out
-    numerator, denominator = out.o[..., :-1], out.o[..., -1:]
+    return out._replace(o=_ratio(out.o).astype(v.dtype)) if normalize else out
+
+
+def _ratio(o: Array) -> Array:
+    """o [..., V + 1] -> its first V columns over the last, 0 where that is 0."""
+    numerator, denominator = o[..., :-1], o[..., -1:]
     seen = denominator != 0
-    return out._replace(o=jnp.where(seen, numerator / jnp.where(seen, denominator, 1), 0).astype(v.dtype))
+    return jnp.where(seen, numerator / jnp.where(seen, denominator, 1), 0)

@@ -59,29 +59,10 @@ def short_conv(
         >>> y[0, :, 0].tolist(), history.shape
         ([1.0, 2.0, 3.0], (1, 3, 2))
     """
-    need_floats(
-        "short_conv", dict(x=x, weight=weight, **{n: a for n, a in (("bias", bias), ("initial_state", initial_state)) if a is not None})
-    )
-    need_integers("short_conv", dict(segment_ids=segment_ids))
-    if x.ndim != 3:
-        raise ValueError(f"x has shape {x.shape}; expected [B, T, D]")
-    if weight.ndim != 2 or weight.shape[1] < 1:
-        raise ValueError(f"weight has shape {weight.shape}; expected ({x.shape[2]}, W) with W at least 1")
-    if bias is not None and bias.shape != x.shape[2:]:
-        raise ValueError(f"bias has shape {bias.shape}; expected {x.shape[2:]}")
-    if segment_ids is not None and segment_ids.shape != x.shape[:2]:
-        raise ValueError(f"segment_ids has shape {segment_ids.shape}; expected {x.shape[:2]}")
+    _check(x, weight, bias, initial_state, segment_ids, activation)
     B, T, D = x.shape
-    W = weight.shape[1]
-    if weight.shape[0] != D:
-        raise ValueError(f"weight has shape {weight.shape}; expected ({D}, W) for x of shape {x.shape}")
-    if activation not in ("silu", None):
-        raise ValueError(f"activation is {activation!r}; expected 'silu' or None")
     if initial_state is None:
-        initial_state = jnp.zeros((B, W - 1, D), x.dtype)
-    elif initial_state.shape != (B, W - 1, D):
-        raise ValueError(f"initial_state has shape {initial_state.shape}; expected {(B, W - 1, D)}")
-
+        initial_state = jnp.zeros((B, weight.shape[1] - 1, D), x.dtype)
     if segment_ids is None:
         history = jnp.concatenate([initial_state, x.astype(initial_state.dtype)], axis=1)
         return ConvOutput(_convolve(x, initial_state, weight, bias, activation, start=None), history[:, T:])
@@ -93,6 +74,24 @@ def short_conv(
     y = _convolve(packed, initial_state, weight, bias, activation, start)
     y = jax.lax.cond(dense, lambda: y, lambda: jnp.take_along_axis(y, seg.index[..., None], axis=1))
     return ConvOutput(jnp.where(seg.valid[..., None], y, 0), _final_state(initial_state, packed, seg))
+
+
+def _check(x, weight, bias, initial_state, segment_ids, activation) -> None:
+    """One sentence for an argument of another shape or dtype."""
+    given = {"x": x, "weight": weight, "bias": bias, "initial_state": initial_state}
+    need_floats("short_conv", {name: a for name, a in given.items() if a is not None or name in ("x", "weight")})
+    need_integers("short_conv", dict(segment_ids=segment_ids))
+    if x.ndim != 3:
+        raise ValueError(f"x has shape {x.shape}; expected [B, T, D]")
+    B, T, D = x.shape
+    if weight.ndim != 2 or weight.shape[0] != D or weight.shape[1] < 1:
+        raise ValueError(f"weight has shape {weight.shape}; expected ({D}, W) with W at least 1, for x of shape {x.shape}")
+    expected = {"bias": (bias, (D,)), "segment_ids": (segment_ids, (B, T)), "initial_state": (initial_state, (B, weight.shape[1] - 1, D))}
+    for name, (a, shape) in expected.items():
+        if a is not None and a.shape != shape:
+            raise ValueError(f"{name} has shape {a.shape}; expected {shape}")
+    if activation not in ("silu", None):
+        raise ValueError(f"activation is {activation!r}; expected 'silu' or None")
 
 
 def _convolve(x: Array, history: Array, weight: Array, bias: Array | None, activation: str | None, start: Array | None) -> Array:
