@@ -222,19 +222,20 @@ def _read(checkpoint: Checkpoint, path: str, shape: tuple[int, ...], dtype: Any,
 
 
 def _part(checkpoint: Checkpoint, path: str, shape: tuple[int, ...], at: tuple[slice, ...]) -> np.ndarray:
-    """The part `at` of one of our arrays, in the dtype of the files, as a view of what lies there; its tensors are read by several threads."""
+    """The part `at` of one of our arrays, in the dtype of the files; its tensors are read in pieces, by several threads."""
     names, tensor = checkpoint.sources[path]
     lead, rest = at[: names.ndim], at[names.ndim :]
     dtype = np.result_type(*{checkpoint.tensors[name].dtype for name in names.flat})
-    part = _aligned([*(s.stop - s.start for s in lead), *tensor.form.room(rest)], dtype)
-
-    def fill(index: tuple[int, ...], name: str) -> None:
-        tensor.form.fill(part[index] if index else part, checkpoint.tensors[name], shape[names.ndim :], rest)
-
+    part = _aligned([s.stop - s.start for s in at], dtype)
     with ThreadPoolExecutor(_THREADS) as threads:
-        for done in [threads.submit(fill, index, name) for index, name in np.ndenumerate(names[lead])]:
+        reading = [
+            threads.submit(tensor.form.fill, to, checkpoint.tensors[name], shape[names.ndim :], piece)
+            for index, name in np.ndenumerate(names[lead])
+            for to, piece in tensor.form.pieces(part[index] if index else part, rest)
+        ]
+        for done in reading:
             done.result()
-    return tensor.form.view(part)
+    return part
 
 
 def _aligned(shape: Sequence[int], dtype: np.dtype, boundary: int = 64) -> np.ndarray:

@@ -1,5 +1,6 @@
 """MXFP4 weights of a release: two 4-bit numbers per byte, one power of two per 32 of them."""
 
+import functools
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -12,8 +13,6 @@ GROUP = 32
 """Consecutive inputs that share a scale."""
 BFLOAT16 = np.dtype(jnp.bfloat16)
 _CODES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-# Byte -> its two numbers, the low nibble first, as the 32 bits of a pair of bfloat16.
-_PAIRS = np.stack([_CODES[np.arange(256) & 15], _CODES[np.arange(256) >> 4]], axis=-1).astype(BFLOAT16).view(np.uint32)[:, 0]
 _NAN, _BIAS = 255, 127
 
 
@@ -69,16 +68,17 @@ def unpack(packed: np.ndarray, scale: np.ndarray) -> np.ndarray:
         >>> unpack(np.full((1, 16), 0x2B, np.uint8), np.full((1, 1), 126, np.uint8))[0, :2].tolist()
         [-0.75, 0.5]
     """
-    pairs = _PAIRS[packed].view(BFLOAT16)
-    grouped = pairs.reshape(*scale.shape, GROUP)
-    if scale.size and 3 <= scale.min() and scale.max() < 253:  # the result is normal: add to the exponents of what is not zero
-        bits = grouped.view(np.int16)
-        shift = (scale.astype(np.int16) - _BIAS) << 7
-        bits += np.where(bits & 0x7FFF, shift[..., None], np.int16(0))
-        return bits.view(BFLOAT16).reshape(pairs.shape)
-    wide = grouped.astype(np.float64) * np.ldexp(1.0, scale.astype(np.int64) - _BIAS)[..., None]
+    at = np.repeat(scale.astype(np.uint16) << 8, GROUP // 2, axis=-1) | packed
+    return np.take(_pairs(), at).view(BFLOAT16)
+
+
+@functools.cache
+def _pairs() -> np.ndarray:
+    """256 * scale + byte -> the two numbers, that of the low nibble first, as the 32 bits of a pair of bfloat16."""
+    byte, scale = np.arange(256), np.ldexp(1.0, np.arange(256) - _BIAS)
+    pairs = np.stack([_CODES[byte & 15], _CODES[byte >> 4]], axis=-1)
     with np.errstate(over="ignore"):
-        return wide.astype(BFLOAT16).reshape(pairs.shape)
+        return (pairs * scale[:, None, None]).astype(BFLOAT16).reshape(-1).view(np.uint32)
 
 
 def pack(x: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
