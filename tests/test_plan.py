@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from kda_jax import ops
 from kda_jax.bench import plan as planning
-from kda_jax.bench.hlo import bytes_by_kind, collectives
+from kda_jax.bench.hlo import bytes_by_kind, bytes_by_source, collectives
 from kda_jax.bench.slices import CHIPS, find, known
 from kda_jax.cli import main
 from kda_jax.config import load_config_file
@@ -74,8 +75,23 @@ def test_collectives_of_a_compiled_program():
 
 
 def test_collectives_of_a_tpu_program():
-    """Asynchronous pairs count once, by their results; loops multiply; a loop of unknown length counts once and is said to."""
+    """Asynchronous pairs count once, by their results; loops multiply; a loop of unknown length counts once and is said to.
+
+    What is summed over groups of one device is not sent; each has the name and the line of what it was made for.
+    """
     text = """HloModule m
+
+FileNames
+1 "/somewhere/layer.py"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=20 end_line=20 column=8 end_column=8}
+2 {file_name_id=1 function_name_id=1 line=7 end_line=7 column=8 end_column=8}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=1}
+
 %body (p: (s32[], bf16[8,128])) -> (s32[], bf16[8,128]) {
   %ag = (bf16[8,128]{1,0}, bf16[32,128]{1,0:T(8,128)(2,1)}) all-gather-start(%x), replica_groups={{0,1,2,3}}
   %done = bf16[32,128]{1,0} all-gather-done(%ag)
@@ -85,16 +101,18 @@ def test_collectives_of_a_tpu_program():
 }
 %outer (p: (s32[], bf16[8,128])) -> (s32[], bf16[8,128]) {
   %w = (s32[], bf16[8,128]) while(%p), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"3"}}
-  %r = f32[10]{0} all-reduce(%y), to_apply=%add
+  %r = f32[10]{0} all-reduce(%y), replica_groups={{0,1},{2,3}}, to_apply=%add
+  %alone = f32[10]{0} all-reduce(%y), replica_groups={{0},{1},{2},{3}}, to_apply=%add
 }
 ENTRY %main (a: bf16[8,128]) -> bf16[8,128] {
   %w2 = (s32[], bf16[8,128]) while(%p), condition=%cond, body=%outer
-  %f = (f32[4]{0}, f32[6]{0}) all-to-all(%a, %b), dimensions={0}
+  %f = (f32[4]{0}, f32[6]{0}) all-to-all(%a, %b), dimensions={0}, metadata={op_name="jit(f)/checkpoint/(a:b)" stack_frame_id=2}
 }
 """
     found = collectives(text)
     assert bytes_by_kind(found) == {"all-gather": 3 * 32 * 128 * 2, "all-reduce": 40, "all-to-all": 40}
     assert {c.kind: c.unknown_loops for c in found} == {"all-gather": 1, "all-reduce": 1, "all-to-all": 0}
+    assert bytes_by_source(found)["all-to-all: a (layer.py:7)"] == bytes_by_source(found)["all-reduce: unnamed"] == 40
 
 
 @pytest.fixture
@@ -116,6 +134,8 @@ def test_plan_for_fake_devices(run_file, capsys, tmp_path):
     state = 2 * 4 * 27_000  # parameters and momentum, float32, of which each device has about an eighth
     assert state / 8 < train["argument_bytes"] < state / 3
     assert train["collective_bytes"]["all-gather"] > 0
+    assert any(re.search(r"^all-(gather|reduce): .* \(\w+.py:\d+\)$", source) for source in train["collective_sources"])
+    assert f"GiB     {next(iter(train['collective_sources']))}\n" in said
     assert 8 * 64 * 2 * 2 * 32 * 4 / 4 < 8 * decode["argument_bytes"]  # keys and values of two layers, heads over two
     assert train["model_flops"] > 0
 
@@ -141,7 +161,7 @@ def test_overflow_and_advice(run_file):
     with pytest.raises(ValueError, match="other"):
         planning._overflow(ValueError("other"))
     config = load_config_file(run_file)
-    found = planning.Plan("train", "v6e:2x4", "", 8, 32, needed, hbm, None, None, {}, 0, 0, 1.0, 1.0, 1.0, 1.0)
+    found = planning.Plan("train", "v6e:2x4", "", 8, 32, needed, hbm, None, None, {}, {}, 0, 0, 1.0, 1.0, 1.0, 1.0)
     assert not found.fits
     assert "--model.remat full" in planning.advice(config, found)
     assert "DOES NOT FIT" in planning.told(config, found)

@@ -15,6 +15,17 @@ _CALLS = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_co
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
+_ALONE = re.compile(r"replica_groups=(?:\{\{\d+\}|\[\d+,1\]<=)")
+_NAME = re.compile(r'op_name="([^"]*)"')
+_COMMON = re.compile(r"jit\((?!_)\w*\)/|\bclosed_call/|\bcheckpoint/")
+"""Parts of names that say nothing."""
+_SEVERAL = re.compile(r"(^|/)\(([^:]*):.*")
+"""Made of several: "prefix/(first:second:third)"."""
+_FILE = re.compile(r'^(\d+) "(.*\.py)"$', re.MULTILINE)
+_LOCATION = re.compile(r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)", re.MULTILINE)
+_FRAME = re.compile(r"^(\d+) \{file_location_id=(\d+)", re.MULTILINE)
+_FRAME_OF = re.compile(r"stack_frame_id=(\d+)")
+
 
 class Collective(NamedTuple):
     """One instruction of the program."""
@@ -26,11 +37,17 @@ class Collective(NamedTuple):
     """How often it runs in one call: trip counts of the loops around it."""
     unknown_loops: int
     """Loops around it whose length is not known before they run; each counts once."""
+    source: str = ""
+    """The operation that it was made for, as JAX names it, and the line of that; of one made of several, the first."""
 
 
 def collectives(text: str) -> list[Collective]:
-    """All of a module in HLO text, as `compiled.as_text()` gives it. Asynchronous pairs count once; a conditional counts its branches."""
+    """All of a module in HLO text, as `compiled.as_text()` gives it. Asynchronous pairs count once; a conditional counts its branches.
+
+    What is "sent" among groups of one device is left out.
+    """
     computations, entry = _parse(text)
+    frames = _frames(text)
     runs: dict[str, list[tuple[int, int]]] = defaultdict(list)
 
     def visit(name: str, times: int, unknown: int) -> None:
@@ -47,8 +64,8 @@ def collectives(text: str) -> list[Collective]:
     for name, visits in runs.items():
         for line in computations.get(name, ()):
             if (kind := _kind(line)) is not None:
-                size = _result_bytes(line)
-                found += [Collective(kind, size, times, unknown) for times, unknown in visits]
+                size, source = _result_bytes(line), _source(line, frames)
+                found += [Collective(kind, size, times, unknown, source) for times, unknown in visits]
     return found
 
 
@@ -57,6 +74,14 @@ def bytes_by_kind(found: list[Collective]) -> dict[str, int]:
     totals: dict[str, int] = defaultdict(int)
     for collective in found:
         totals[collective.kind] += collective.bytes * collective.times
+    return dict(sorted(totals.items(), key=lambda item: -item[1]))
+
+
+def bytes_by_source(found: list[Collective]) -> dict[str, int]:
+    """The same by kind and source: "all-gather: jvp()/convert_element_type (params.py:37)"."""
+    totals: dict[str, int] = defaultdict(int)
+    for collective in found:
+        totals[f"{collective.kind}: {collective.source}"] += collective.bytes * collective.times
     return dict(sorted(totals.items(), key=lambda item: -item[1]))
 
 
@@ -88,7 +113,20 @@ def _kind(line: str) -> str | None:
     if instruction is None:
         return None
     name = instruction[2].removesuffix("-start")
-    return name if name in KINDS else None
+    return name if name in KINDS and not _ALONE.search(line) else None
+
+
+def _frames(text: str) -> dict[str, str]:
+    """Each stack frame as "file.py:line", from the tables at the head of a module."""
+    files = {number: path.rpartition("/")[2] for number, path in _FILE.findall(text)}
+    locations = {number: f"{files.get(file, '?')}:{line}" for number, file, line in _LOCATION.findall(text)}
+    return {number: locations.get(location, "?") for number, location in _FRAME.findall(text)}
+
+
+def _source(line: str, frames: dict[str, str]) -> str:
+    name, frame = _NAME.search(line), _FRAME_OF.search(line)
+    path = "unnamed" if name is None else _SEVERAL.sub(r"\1\2", _COMMON.sub("", name[1]))
+    return path if frame is None or frame[1] not in frames else f"{path} ({frames[frame[1]]})"
 
 
 def _result_bytes(line: str) -> int:

@@ -7,6 +7,7 @@ shardings are those of `kda-jax train` with the same configuration: nothing is a
 import dataclasses
 import functools
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 
 from kda_jax import models, sharding
-from kda_jax.bench.hlo import bytes_by_kind, collectives
+from kda_jax.bench.hlo import bytes_by_kind, bytes_by_source, collectives
 from kda_jax.bench.slices import Slice, find
 from kda_jax.config import RunConfig, from_dict, to_dict
 from kda_jax.errors import UserError
@@ -38,6 +39,7 @@ _CACHE_NAMES = {
     AttentionCache: AttentionCache(*[("batch", "keys", "heads", None)] * 2, *[("batch",)] * 2),
     LatentCache: LatentCache(("batch", "keys", None), *[("batch",)] * 2),
 }
+_SOURCES = 8
 _USED = re.compile(r"Used ([\d.]+)([KMG]) of ([\d.]+)([KMG]) hbm")
 
 
@@ -60,6 +62,8 @@ class Plan:
     temporary_bytes: int | None
     collective_bytes: dict[str, int]
     """By kind, in one step; what is sent grows with it but is less."""
+    collective_sources: dict[str, int]
+    """The largest of them by what they come from."""
     collective_count: int
     uncounted_loops: int
     """Collectives inside loops whose length is not known beforehand, counted once."""
@@ -150,6 +154,7 @@ def compile_plan(config: RunConfig, where: Slice, program: Program, rows: int, c
         argument_bytes=memory and memory.argument_size_in_bytes,
         temporary_bytes=memory and memory.temp_size_in_bytes,
         collective_bytes=bytes_by_kind(found),
+        collective_sources=dict(itertools.islice(bytes_by_source(found).items(), _SOURCES)),
         collective_count=sum(collective.times for collective in found),
         uncounted_loops=sum(collective.unknown_loops > 0 for collective in found),
         model_flops=flops,
@@ -238,6 +243,7 @@ def told(config: RunConfig, found: Plan) -> str:
     sent = ", ".join(f"{kind} {gib(size)}" for kind, size in found.collective_bytes.items()) or "none"
     loops = f" ({found.uncounted_loops} inside loops of unknown length, counted once)" if found.uncounted_loops else ""
     lines.append(f"  collectives      {sent}; {found.collective_count:,} a step{loops}")
+    lines += [f"    {gib(size):>10}     {source}" for source, size in found.collective_sources.items()]
     peak = "" if found.seconds_at_peak is None else f", {found.seconds_at_peak:.3g} s at the chip's peak"
     lines.append(f"  model FLOPs      {found.model_flops:.3g} per device{peak}")
     lines.append(f"  compiled         in {found.compile_seconds:.0f} s with {found.compiler_gigabytes:.1f} GB")

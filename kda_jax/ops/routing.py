@@ -2,6 +2,7 @@
 
 import math
 import typing
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import jax
@@ -75,13 +76,22 @@ def route(
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     scores = jax.nn.sigmoid(logits) if activation == "sigmoid" else jax.nn.softmax(logits, axis=-1)
     selection = jax.lax.stop_gradient(scores if bias is None else scores + bias)
-    if top_groups < num_groups:
-        selection = _keep_groups(selection, num_groups, top_groups)
-    experts = jax.lax.top_k(selection, top_k)[1]
+
+    def choose(_: Shards, selection: Array) -> Array:
+        if top_groups < num_groups:
+            selection = _keep_groups(selection, num_groups, top_groups)
+        return jax.lax.top_k(selection, top_k)[1]
+
+    experts = _by_token(choose, selection)
     weights = jnp.take_along_axis(scores, experts, axis=-1)
     if renormalize:
         weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
     return Routing(experts.astype(jnp.int32), weights * scaling_factor)
+
+
+def _by_token(f: Callable[[Shards, Array], Array], x: Array) -> Array:
+    """`f` on every device's own tokens: partitioned by the compiler, a top-k gathers those of all devices."""
+    return local_map(f, (x,), (token_names(x),), token_names(x))
 
 
 def _keep_groups(selection: Array, num_groups: int, top_groups: int) -> Array:
@@ -186,7 +196,7 @@ def bias_histogram(
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     scores = jax.nn.sigmoid(logits) if activation == "sigmoid" else jax.nn.softmax(logits, axis=-1)
     scores = jax.lax.stop_gradient(scores)
-    cutoff = jax.lax.top_k(scores + bias, top_k + 1)[0][..., -1:]
+    cutoff = _by_token(lambda _, biased: jax.lax.top_k(biased, top_k + 1)[0][..., -1:], scores + bias)
     low, width = _bins(bias, bins)
     slot = jnp.clip(jnp.floor((cutoff - scores - low) / width), 0, bins - 1).astype(jnp.int32)
     if valid is not None:

@@ -136,10 +136,10 @@ def _drop_padding(x: Array, seg: Segments) -> Array:
 
 
 def _compact(x: Array, seg: Segments) -> Array:
-    """Move the valid tokens of each row to its front, in order; zeros behind them."""
-    B, T = seg.valid.shape
-    slot = jnp.where(seg.valid, seg.index, T)  # T is out of range: dropped
-    return jnp.zeros_like(x).at[jnp.arange(B)[:, None], slot].set(x, mode="drop")
+    """Move the valid tokens of each row to its front, in order; zeros behind them. Row by row, so that rows stay where they are."""
+    T = x.shape[1]
+    slot = jnp.where(seg.valid, seg.index, T + jnp.arange(T))  # out of range: dropped
+    return jax.vmap(lambda x, slot: jnp.zeros_like(x).at[slot].set(x, mode="drop", unique_indices=True))(x, slot)
 
 
 def _final_state(initial_state: Array, packed: Array, seg: Segments) -> Array:

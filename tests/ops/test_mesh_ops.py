@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 from kda_jax import ops, testing
+from kda_jax.bench.hlo import bytes_by_kind, bytes_by_source, collectives
 from kda_jax.ops import exchange
 from kda_jax.ops.experts import experts
-from kda_jax.ops.routing import Routing, expert_counts, limit, route
-from kda_jax.sharding import MeshConfig, make_mesh
+from kda_jax.ops.routing import Routing, bias_histogram, expert_counts, limit, route
+from kda_jax.ops.short_conv import short_conv
+from kda_jax.sharding import MeshConfig, activation_sharding, make_mesh
 from kda_jax.testing import TOLERANCE, make_problem
 
 TIGHT = TOLERANCE["float32"]
@@ -70,6 +72,23 @@ def test_short_conv_over_time_and_channels(tokens):
 
     f = with_gradients(all_of_them)
     assert_same(on_mesh(MeshConfig(context=4, tensor=2), f, x, weight, history), jax.jit(f)(x, weight, history))
+
+
+def test_tokens_stay_with_their_rows():
+    """What is done for each token by itself, on a mesh that splits rows, sends sums of gradients but no token."""
+    mesh, names = make_mesh(MeshConfig(fsdp=8)), ("batch", None, None)
+    x, logits, ids = (jax.ShapeDtypeStruct((8, 64, *more), d) for more, d in (((32,), "float32"), ((16,), "float32"), ((), "int32")))
+    place = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=activation_sharding(mesh, names[: a.ndim], a.shape))
+
+    def value(x, logits, ids):
+        y = short_conv(x, jnp.ones((32, 4)), segment_ids=ids).y
+        weights = route(logits, top_k=2, renormalize=True, scaling_factor=1.0).weights
+        return jnp.sum(y**2) + jnp.sum(weights**2), bias_histogram(logits, jnp.zeros(16), top_k=2, bins=8)
+
+    with jax.set_mesh(mesh):
+        text = jax.jit(jax.grad(value, (0, 1), has_aux=True)).lower(*map(place, (x, logits, ids))).compile().as_text()
+    histogram = 16 * 8 * 4
+    assert sum(bytes_by_kind(collectives(text)).values()) < histogram + 64, bytes_by_source(collectives(text))
 
 
 def test_attention_over_time_rows_and_heads():
