@@ -168,6 +168,12 @@ def constrain(x: Array, *names: str | None) -> Array:
     return x if mesh is None else _place(mesh, x, _spec(mesh.shape, ACTIVATIONS, names, x.shape))
 
 
+def store(x: Array, names: Names) -> Array:
+    """`x`, of a parameter's shape and names, where that parameter is stored; `x` itself without a mesh."""
+    mesh = ambient()
+    return x if mesh is None else _place(mesh, x, _spec(mesh.shape, PARAMETERS, names, x.shape))
+
+
 def gather(x: Array, names: Names) -> Array:
     """A parameter as a product needs it: whole over the axes that only store it. Its gradient is summed straight into the stored parts.
     Experts are left to `ops.experts`, which does the same for the experts that a device owns.

@@ -9,6 +9,7 @@ flattens leading axes, which gathers experts that are sharded; and it has all st
 two agree, which is a test.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -32,7 +33,13 @@ class MuonState(NamedTuple):
 
 
 def scale_by_muon(
-    *, momentum: float, update_rms: float, splits: Mapping[str, tuple[int, ...]], compute_dtype: Any, moment_dtype: Any
+    *,
+    momentum: float,
+    update_rms: float,
+    splits: Mapping[str, tuple[int, ...]],
+    axes: Mapping[str, sharding.Names],
+    compute_dtype: Any,
+    moment_dtype: Any,
 ) -> optax.GradientTransformation:
     """M <- momentum M + G;  update = update_rms sqrt(max(rows, columns)) orthogonal(M), matrix by matrix.
 
@@ -43,6 +50,7 @@ def scale_by_muon(
         momentum: of the running sum, in 0..1.
         update_rms: 0.2 is about what AdamW's updates have.
         splits: column widths of the matrices side by side in a parameter, by its dotted name (`state.splits`).
+        axes: logical names of the axes of parameters, by their dotted names.
         compute_dtype: of the iteration; float32 runs at the highest matmul precision.
         moment_dtype: that M is stored in. It is computed in float32.
 
@@ -61,8 +69,8 @@ def scale_by_muon(
             name = path_name(path)
 
             def matrices(x: Array) -> Array:
-                x = sharding.constrain(x, "matrices", None, None) if x.ndim == 3 else x
-                return _scaled(x, splits.get(name, x.shape[-1:]), update_rms, compute_dtype)
+                scaled = functools.partial(_scaled, widths=splits.get(name, x.shape[-1:]), rms=update_rms, dtype=compute_dtype)
+                return sharding.store(scaled(sharding.constrain(x, "matrices", None, None)), axes[name]) if x.ndim == 3 else scaled(x)
 
             # One stacked layer at a time: the iteration needs room for several copies of what it works on.
             return jax.lax.map(matrices, m) if "periods" in name.split(".") else matrices(m)

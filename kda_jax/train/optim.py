@@ -11,9 +11,10 @@ from jaxtyping import Array, Float, Int
 
 from kda_jax.config import ModelConfig, OptimConfig
 from kda_jax.layers.params import decay_mask, is_matrix
+from kda_jax.models.placement import axes
 from kda_jax.ops.routing import quantile_bias
 from kda_jax.train.muon import scale_by_muon
-from kda_jax.train.state import by_layer, flatten, splits, unflatten
+from kda_jax.train.state import by_layer, flatten, shapes, splits, unflatten
 
 Schedule = Callable[[Any], Any]
 
@@ -53,10 +54,12 @@ def make_optimizer(config: OptimConfig, model: ModelConfig) -> optax.GradientTra
     """
     scale = _adam(config)
     if config.algorithm == "muon":
+        abstract = shapes(model)
         muon = scale_by_muon(
             momentum=config.momentum,
             update_rms=config.update_rms,
-            splits=splits(model),
+            splits=splits(abstract),
+            axes=axes(abstract),
             compute_dtype=config.newton_schulz_dtype,
             moment_dtype=config.first_moment_dtype,
         )

@@ -47,10 +47,9 @@ def structure(config: ModelConfig) -> nnx.GraphDef:
     return split(shapes(config))[0]
 
 
-def splits(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Widths of the matrices that lie side by side in a kernel (heads), by its dotted name; see `layers.initializers.linear`."""
-    params = nnx.state(nnx.eval_shape(lambda: models.build(config, nnx.Rngs(0))), nnx.Param)
-    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda x: isinstance(x, nnx.Variable))
+def splits(model: nnx.Module) -> dict[str, tuple[int, ...]]:
+    """Widths of the matrices side by side in a kernel (heads) of a model, by its dotted name; see `layers.initializers.linear`."""
+    leaves = jax.tree_util.tree_leaves_with_path(nnx.state(model, nnx.Param), is_leaf=lambda x: isinstance(x, nnx.Variable))
     found = {path_name(path): variable.get_metadata().get("split") for path, variable in leaves}
     return {name: widths for name, widths in found.items() if widths}
 

@@ -11,6 +11,7 @@ from flax import nnx
 from tiny import GPT2, HYBRID, make_step, random_batch, run_config
 
 from kda_jax import models
+from kda_jax.bench.hlo import bytes_by_kind, bytes_by_source, collectives
 from kda_jax.checkpoint import Checkpoints
 from kda_jax.config import OptimConfig
 from kda_jax.errors import UserError
@@ -21,7 +22,7 @@ from kda_jax.train.metrics import dtype_table
 from kda_jax.train.muon import orthogonal, scale_by_muon
 from kda_jax.train.optim import make_optimizer
 from kda_jax.train.qk_clip import clip_query_keys
-from kda_jax.train.state import flatten, initial_state, merge, shapes, state_shardings, structure
+from kda_jax.train.state import flatten, initial_state, merge, shapes, state_shardings, structure, with_shardings
 from kda_jax.train.step import Sums
 
 STACKED = dataclasses.replace(
@@ -64,7 +65,7 @@ def test_no_gradient_no_update():
 
 def test_one_matrix_is_optax():
     """On a single matrix, where optax's Muon applies, two steps are the same."""
-    ours = scale_by_muon(momentum=0.95, update_rms=0.2, splits={}, compute_dtype="float32", moment_dtype="float32")
+    ours = scale_by_muon(momentum=0.95, update_rms=0.2, splits={}, axes={}, compute_dtype="float32", moment_dtype="float32")
     theirs = optax.contrib.scale_by_muon(nesterov=False, weight_dimension_numbers=optax.contrib.MuonDimensionNumbers())
     params = jnp.zeros((12, 20))
     states = ours.init({"kernel": params}), theirs.init(params)
@@ -134,6 +135,27 @@ def test_updates_on_a_mesh():
     }
     assert all("fsdp" in str(spec) for spec in specs.values())
     assert len(specs) == 3
+
+
+def test_experts_travel_twice():
+    """To the devices that make them orthogonal and, as updates, back: parameters and momentum stay."""
+    model = dataclasses.replace(STACKED, num_experts=8)
+    optimizer = make_optimizer(OptimConfig(algorithm="muon"), model)
+    abstract = jax.eval_shape(lambda: initial_state(model, optimizer, 0))
+    mesh = make_mesh(MeshConfig(fsdp=4, expert=2))
+    placed = state_shardings(shapes(model), abstract, mesh)
+
+    def apply(params, grads, state):
+        updates, state = optimizer.update(grads, state, params)
+        return jax.tree.map(lambda p, u: p - 0.1 * u, params, updates), state
+
+    with jax.set_mesh(mesh):
+        params = with_shardings(abstract.params, placed.params)
+        step = jax.jit(apply, out_shardings=(placed.params, placed.opt_state))
+        text = step.lower(params, params, with_shardings(abstract.opt_state, placed.opt_state)).compile().as_text()
+    experts = sum(x.size * 4 / 8 for name, x in flatten(abstract.params).items() if name.rpartition(".")[2] in ("w1", "w2", "w3"))
+    found = collectives(text)
+    assert bytes_by_kind(found)["all-to-all"] == 2 * experts, bytes_by_source(found)
 
 
 def test_heads_of_other_models():
