@@ -115,6 +115,53 @@ ENTRY %main (a: bf16[8,128]) -> bf16[8,128] {
     assert bytes_by_source(found)["all-to-all: a (layer.py:7)"] == bytes_by_source(found)["all-reduce: unnamed"] == 40
 
 
+def test_loops_that_the_compiler_does_not_count():
+    """libtpu notes no trip counts: they are read from the comparison, the increment and the beginning; from all three or not at all."""
+    module = """HloModule m
+%body (p: (s32[], s32[], f32[8])) -> (s32[], s32[], f32[8]) {
+  %p = (s32[]{:T(128)}, s32[]{:T(128)}, f32[8]) parameter(0)
+  %i = s32[]{:T(128)} get-tuple-element(%p), index=0
+  %one = s32[]{:T(128)} constant(1)
+  %next = s32[]{:T(128)} add(%i, %one)
+  %stop = s32[]{:T(128)} get-tuple-element(%p), index=1
+  %f = f32[8] get-tuple-element(%p), index=2
+  %g = f32[8]{0} fusion(%f), kind=kCustom, calls=%all-reduce-scatter.3.clone, metadata={op_name="jit(step)/dot"}
+  ROOT %t = (s32[]{:T(128)}, s32[]{:T(128)}, f32[8]) tuple(%next, %stop, %g)
+}
+%all-reduce-scatter.3.clone (x: f32[32]) -> f32[8] {
+  %x = f32[32] parameter(0)
+  %r = f32[32] all-reduce(%x), replica_groups={{0,1,2,3}}, to_apply=%add
+  ROOT %s = f32[8] dynamic-slice(%r, %y), dynamic_slice_sizes={8}
+}
+%cond (p: (s32[], s32[], f32[8])) -> pred[] {
+  %p = (s32[]{:T(128)}, s32[]{:T(128)}, f32[8]) parameter(0)
+  %i = s32[]{:T(128)} get-tuple-element(%p), index=0
+  %seven = s32[] constant(7)
+  %stop = s32[] get-tuple-element(%p), index=1
+  ROOT %lt = pred[] compare(%i, %seven), direction=LT
+}
+ENTRY %main (a: f32[8], n: s32[]) -> f32[8] {
+  %a = f32[8] parameter(0)
+  %n = s32[] parameter(1)
+  %two = s32[] constant(2)
+  %c = s32[]{:T(128)S(1)} copy(%two)
+  %begin = (s32[], s32[], f32[8]) tuple(%c, %n, %a)
+  %w = (s32[], s32[], f32[8]) while(%begin), condition=%cond, body=%body, backend_config={"flag_configs":[]}
+}
+"""
+    assert [tuple(c) for c in collectives(module)] == [("reduce-scatter", 32, 5, 0, "dot")]
+    nine = module.replace("%n = s32[] parameter(1)", "%n = s32[] constant(9)").replace("compare(%i, %seven)", "compare(%i, %stop)")
+    assert [c.times for c in collectives(nine)] == [7]
+    for counted, other in [
+        ("compare(%i, %seven)", "compare(%i, %stop)"),
+        ("direction=LT", "direction=NE"),
+        ("%one = s32[]{:T(128)} constant(1)", "%one = s32[]{:T(128)} constant(2)"),
+        ("add(%i, %one)", "multiply(%i, %one)"),
+        ("copy(%two)", "negate(%two)"),
+    ]:
+        assert [(c.times, c.unknown_loops) for c in collectives(module.replace(counted, other))] == [(1, 1)], other
+
+
 @pytest.fixture
 def run_file(tmp_path):
     path = tmp_path / "run.py"

@@ -1,9 +1,10 @@
 """What a compiled program sends between devices, read from its text."""
 
+import functools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute", "collective-broadcast")
@@ -15,6 +16,10 @@ _CALLS = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_co
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
+_CONDITION, _BODY = (re.compile(rf"\b{part}=%?([\w.\-]+)") for part in ("condition", "body"))
+_OPERAND = re.compile(r"%([\w.\-]+)")
+_INDEX = re.compile(r"\bindex=(\d+)")
+_INTEGER = re.compile(r"\bconstant\((-?\d+)\)")
 _ALONE = re.compile(r"replica_groups=(?:\{\{\d+\}|\[\d+,1\]<=)")
 _NAME = re.compile(r'op_name="([^"]*)"')
 _COMMON = re.compile(r"jit\((?!_)\w*\)/|\bclosed_call/|\bcheckpoint/")
@@ -44,28 +49,26 @@ class Collective(NamedTuple):
 def collectives(text: str) -> list[Collective]:
     """All of a module in HLO text, as `compiled.as_text()` gives it. Asynchronous pairs count once; a conditional counts its branches.
 
-    What is "sent" among groups of one device is left out.
+    What is "sent" among groups of one device is left out. A sum of which each device keeps a part, which libtpu writes as a fusion of
+    all-reduce and slice, is the reduce-scatter that it runs as.
     """
     computations, entry = _parse(text)
-    frames = _frames(text)
-    runs: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    frames, tables = _frames(text), functools.cache(lambda name: _instructions(computations.get(name, ())))
+    found: list[Collective] = []
 
     def visit(name: str, times: int, unknown: int) -> None:
-        runs[name].append((times, unknown))
-        for line in computations.get(name, ()):
-            loop = " while(" in line
-            trips = _TRIPS.search(line)
-            inside = (times * int(trips[1]), unknown) if trips else (times, unknown + loop)
-            for callee in _callees(line):
-                visit(callee, *(inside if loop else (times, unknown)))
-
-    visit(entry, 1, 0)
-    found = []
-    for name, visits in runs.items():
         for line in computations.get(name, ()):
             if (kind := _kind(line)) is not None:
-                size, source = _result_bytes(line), _source(line, frames)
-                found += [Collective(kind, size, times, unknown, source) for times, unknown in visits]
+                found.append(Collective(kind, _result_bytes(line), times, unknown, _source(line, frames)))
+            elif " while(" in line:
+                trips = _trips(line, tables(name), tables)
+                for callee in _callees(line):
+                    visit(callee, times * (trips or 1), unknown + (trips is None))
+            else:
+                for callee in _callees(line):
+                    visit(callee, times, unknown)
+
+    visit(entry, 1, 0)
     return found
 
 
@@ -112,6 +115,8 @@ def _kind(line: str) -> str | None:
     instruction = _INSTRUCTION.match(line)
     if instruction is None:
         return None
+    if " calls=%all-reduce-scatter" in line:
+        return "reduce-scatter"
     name = instruction[2].removesuffix("-start")
     return name if name in KINDS and not _ALONE.search(line) else None
 
@@ -127,6 +132,64 @@ def _source(line: str, frames: dict[str, str]) -> str:
     name, frame = _NAME.search(line), _FRAME_OF.search(line)
     path = "unnamed" if name is None else _SEVERAL.sub(r"\1\2", _COMMON.sub("", name[1]))
     return path if frame is None or frame[1] not in frames else f"{path} ({frames[frame[1]]})"
+
+
+class _Instruction(NamedTuple):
+    kind: str
+    operands: list[str]
+    line: str
+
+
+def _instructions(lines: Iterable[str]) -> dict[str, _Instruction]:
+    """Those of a computation by name, its result as "ROOT" too."""
+    found = {}
+    for line in lines:
+        if (match := _INSTRUCTION.match(line)) is not None:
+            *root, name = line.partition(" = ")[0].split()
+            for known in (*root, name.lstrip("%")):
+                found[known] = _Instruction(match[2], _operands(line), line)
+    return found
+
+
+def _operands(line: str) -> list[str]:
+    return _OPERAND.findall(line[_INSTRUCTION.match(line).end() :].partition(")")[0])
+
+
+def _trips(line: str, around: dict[str, _Instruction], tables: Callable[[str], dict[str, _Instruction]]) -> int | None:
+    """How often a loop runs: what the compiler notes, or what `while i < stop: i += 1` says for itself; None if that is not all known.
+
+    Args:
+        line: of the loop.
+        around: the instructions beside it.
+        tables: those of any computation.
+    """
+    if (noted := _TRIPS.search(line)) is not None:
+        return int(noted[1])
+    condition, body = (tables(match[1]) if (match := found.search(line)) else {} for found in (_CONDITION, _BODY))
+    begin, test, end = around.get(_operands(line)[0]), condition.get("ROOT"), body.get("ROOT")
+    if not (begin and test and end) or not begin.kind == end.kind == "tuple" or test.kind != "compare" or "direction=LT" not in test.line:
+        return None
+    place, limit = (_place(condition.get(name)) for name in test.operands)
+    added = None if place is None else body.get(end.operands[place])
+    if added is None or added.kind != "add" or {_place(body.get(name)) for name in added.operands} != {place, None}:
+        return None
+    start, steps = _constant(around, begin.operands[place]), [_constant(body, name) for name in added.operands]
+    stop = _constant(condition, test.operands[1]) if limit is None else _constant(around, begin.operands[limit])
+    return None if start is None or stop is None or 1 not in steps else max(stop - start, 0)
+
+
+def _place(instruction: _Instruction | None) -> int | None:
+    """Which element of a loop's state an instruction takes."""
+    return int(_INDEX.search(instruction.line)[1]) if instruction is not None and instruction.kind == "get-tuple-element" else None
+
+
+def _constant(table: dict[str, _Instruction], name: str) -> int | None:
+    """The integer of that name, or None; copies are followed."""
+    found = table.get(name)
+    while found is not None and found.kind in ("copy", "bitcast") and found.operands:
+        found = table.get(found.operands[0])
+    value = _INTEGER.search(found.line) if found is not None and found.kind == "constant" else None
+    return value and int(value[1])
 
 
 def _result_bytes(line: str) -> int:
