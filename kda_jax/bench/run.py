@@ -25,7 +25,8 @@ PARITY_TOKENS = 130  # as many tokens as the float64 oracle walks through in a m
 class BenchOptions:
     """Time the recurrences. An implementation that fails parity with the float64 recurrence is not timed.
 
-    `kda-jax bench --tpu-static OP` reads a recurrence's cost on a TPU from its compiled schedule instead; it has options of its own.
+    `kda-jax bench --tpu-static OP` reads a recurrence's cost on a TPU from its compiled schedule instead, `--tpu-search DEVICE` tunes the
+    kernels by it, and `--meshes MESH ... --config FILE` runs a train step on several meshes; each has options of its own.
     """
 
     ops: tuple[str, ...] = ("kda",)
