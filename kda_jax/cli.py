@@ -214,7 +214,7 @@ class GenerateOptions:
     """Continue prompts with a trained model, printing the text as it is drawn."""
 
     run: tyro.conf.Positional[Path]
-    """Run directory."""
+    """Run directory, or a Hugging Face directory with its tokenizer beside it."""
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Text to continue; give it again for more prompts. None: start a new document."""
     temperature: float = 0.8
@@ -231,7 +231,6 @@ class GenerateOptions:
 def generate(args: list[str]) -> None:
     options = _parse("generate", GenerateOptions, args)
     from kda_jax import generate as generation
-    from kda_jax.checkpoint import load_run
     from kda_jax.tokenizer import build
 
     prompts = list(options.prompt) or [""]
@@ -240,15 +239,28 @@ def generate(args: list[str]) -> None:
         sampling = generation.Sampling(options.max_new_tokens, options.temperature, options.top_k, options.top_p, seeds)
     except ValueError as error:
         raise UserError(str(error)) from error
-    run = load_run(options.run, say=_warn)
-    tokenizer = build(run.config.data.tokenizer, run.config.data.vocabulary)
-    pieces = generation.stream_text(run.model, tokenizer, prompts, sampling)
+    model, data, stops = _open(options.run)
+    tokenizer = build(data.tokenizer, data.vocabulary)
+    pieces = generation.stream_text(model, tokenizer, prompts, dataclasses.replace(sampling, stop_tokens=stops))
     try:
         for text in generation.in_order(prompts, pieces):
             print(text, end="", flush=True)
     except ValueError as error:
         raise UserError(str(error)) from error
     print()
+
+
+def _open(path: Path) -> tuple[Any, Any, frozenset[int]]:
+    """The model of a run or Hugging Face directory, its data configuration (the tokenizer), and the ends of text that it states."""
+    from kda_jax import hf
+    from kda_jax.checkpoint import load_run
+    from kda_jax.hf.text import stop_tokens, tokenizer_of
+
+    if not any(path.glob("*.safetensors*")):
+        run = load_run(path, say=_warn)
+        return run.model, run.config.data, frozenset()
+    model = hf.load_model(path)
+    return model, tokenizer_of(path, model.config.vocab_size), stop_tokens(path)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -315,6 +327,11 @@ def data(args: list[str]) -> None:
 
 @command("time the recurrences, of implementations that pass parity")
 def bench(args: list[str]) -> None:
+    if any(arg.partition("=")[0] == "--meshes" for arg in args):
+        from kda_jax.bench import meshes
+
+        meshes.main(*read_run("bench", meshes.MeshOptions, args))
+        return
     from kda_jax.bench.run import main
 
     main(args)

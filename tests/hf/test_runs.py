@@ -1,4 +1,6 @@
-"""`kda-jax import` and `kda-jax export`."""
+"""`kda-jax import` and `kda-jax export`, and `kda-jax generate` on a directory as it was downloaded."""
+
+import json
 
 import jax.numpy as jnp
 import numpy as np
@@ -7,8 +9,11 @@ from checkpoints import GPT2, KIMI, assert_same, loaded, loaded_model, tensors
 from flax import nnx
 
 import kda_jax
-from kda_jax import cli, hf
+from kda_jax import cli, hf, models
 from kda_jax.checkpoint import load_run
+from kda_jax.errors import UserError
+from kda_jax.hf.text import stop_tokens
+from kda_jax.models.config import GPT2Config
 
 
 @pytest.mark.parametrize("directory", [GPT2, KIMI], ids=lambda path: path.name)
@@ -47,3 +52,36 @@ def test_load_casts(tmp_path):
     model = kda_jax.load(KIMI, dtype=jnp.bfloat16)
     assert model.embed_tokens.embedding.dtype == jnp.bfloat16
     assert model.stack.layer(0).self_attn.A_log.dtype == np.float32
+
+
+def test_generate_from_a_downloaded_directory(tmp_path, capsys):
+    """The text of the run that it is imported as, and nothing once its configuration calls every token the end of a text."""
+    config = GPT2Config(vocab_size=256, n_positions=64, n_embd=32, n_layer=1, n_head=2)
+    hf.save(models.build(config, nnx.Rngs(0)), tmp_path / "hf")
+    assert cli.main(["import", str(tmp_path / "hf"), str(tmp_path / "run")]) == 0
+    options = ["--prompt", "some text", "--max-new-tokens", "8", "--seed", "1"]
+    texts = {}
+    for name in ("hf", "run"):
+        capsys.readouterr()
+        assert cli.main(["generate", str(tmp_path / name), *options]) == 0
+        texts[name] = capsys.readouterr().out
+    assert texts["hf"] == texts["run"] != "some text\n"
+    (tmp_path / "hf" / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(256))}))
+    assert cli.main(["generate", str(tmp_path / "hf"), *options]) == 0
+    assert capsys.readouterr().out == "some text\n"
+
+
+@pytest.mark.parametrize(
+    ("main", "generation", "stops"), [(5, None, {5}), (5, [7, 5], {5, 7}), (None, 7, {7}), (None, None, set())], ids=str
+)
+def test_all_ends_of_text_count(main, generation, stops, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": main}))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+    assert stop_tokens(tmp_path) == stops
+
+
+def test_an_end_of_text_that_is_no_id(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": "</s>"}))
+    with pytest.raises(UserError, match=r"eos_token_id must be an integer or a list of them, got '</s>'"):
+        stop_tokens(tmp_path)
