@@ -38,7 +38,10 @@ ESTIMATE = re.compile(r'"estimated_cycles":"(\d+)"')
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """One TensorCore: the slice that libtpu knows it by, its clock (implied by the peak), HBM bytes/s and bfloat16 FLOP/s."""
+    """One JAX device: the slice that libtpu knows it by, its clock (implied by the peak), HBM bytes/s and bfloat16 FLOP/s.
+
+    Both cores of a v5p chip are one device; Mosaic gives each half of the blocks of heads, if there are two. Those of a tpu7x are two.
+    """
 
     topology: str
     hertz: float
@@ -48,7 +51,7 @@ class Target:
 
 TARGETS = {
     "v5e": Target("v5e:2x2", 1.5e9, 819e9, 197e12),
-    "v5p": Target("v5p:2x2x1", 1.75e9, 2765e9 / 2, 459e12 / 2),
+    "v5p": Target("v5p:2x2x1", 1.75e9, 2765e9, 459e12),
     "v6e": Target("v6e:2x2", 1.75e9, 1640e9, 918e12),
     "tpu7x": Target("tpu7x:2x2x1", 2.2e9, 7370e9 / 2, 2307e12 / 2),
 }
