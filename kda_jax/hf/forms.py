@@ -10,6 +10,8 @@ At = tuple[slice, ...]
 
 PIECE_BYTES = 2**20
 """Of a tensor that is read at a time: what a core's cache holds, so that nothing on the way to its place passes through memory."""
+PIECE_ROWS = 32
+"""The fewest rows of a piece, and what their number is a multiple of: whole strips."""
 _STRIP_BYTES = 32
 
 
@@ -48,7 +50,7 @@ class Plain:
             return
         before, part, after = at[: self.rows], at[self.rows], at[self.rows + 1 :]
         count = to.shape[self.rows]
-        step = max(1, PIECE_BYTES * count // max(to.nbytes, 1) // _STRIP_BYTES) * _STRIP_BYTES
+        step = max(1, PIECE_BYTES * count // max(to.nbytes, 1) // PIECE_ROWS) * PIECE_ROWS
         for first in range(0, count, step):
             piece = slice(first, min(first + step, count))
             whole = (slice(None),) * self.rows

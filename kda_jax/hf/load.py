@@ -55,8 +55,9 @@ class Checkpoint(NamedTuple):
 def load(directory: str | Path, *, dtype: Any = None, shardings: Mapping[str, jax.sharding.Sharding] | None = None) -> Loaded:
     """The configuration and the arrays of a checkpoint in Hugging Face form: GPT-2, Kimi Linear or Kimi K3 (text).
 
-    Tensors are read each into its place in the array (or the part of the array) that a device holds, by several threads; next to what is
-    loaded, memory holds one part. Packed experts (MXFP4) become bfloat16.
+    Tensors are read a piece at a time into their place in the array (or the part of the array) that a device holds, transposed and cast
+    on the way, by several threads; next to what is loaded, memory holds a few pieces, and one part where the device is not the CPU.
+    Packed experts (MXFP4) become bfloat16.
 
     Args:
         directory: config.json and safetensors files, with an index or without.
@@ -209,27 +210,31 @@ def _read_all(checkpoint: Checkpoint, dtype: Any, shardings: Mapping[str, jax.sh
 def _read(checkpoint: Checkpoint, path: str, shape: tuple[int, ...], dtype: Any, sharding: jax.sharding.Sharding | None) -> Array:
     """One of our arrays. A part that several devices hold is read once."""
     if sharding is None:
-        return jax.device_put(_part(checkpoint, path, shape, tuple(slice(0, n) for n in shape))).astype(dtype)
+        return jax.device_put(_part(checkpoint, path, shape, tuple(slice(0, n) for n in shape), dtype))
     holders: dict[tuple, list[jax.Device]] = {}
     for device, at in sharding.addressable_devices_indices_map(shape).items():
         bounds = tuple(part.indices(n)[:2] for part, n in zip(at, shape, strict=True))
         holders.setdefault(bounds, []).append(device)
     pieces = []
     for bounds, devices in holders.items():
-        part = _part(checkpoint, path, shape, tuple(slice(*pair) for pair in bounds))
-        pieces += [jax.device_put(part, device).astype(dtype) for device in devices]
+        part = _part(checkpoint, path, shape, tuple(slice(*pair) for pair in bounds), dtype)
+        pieces += [jax.device_put(part, device) for device in devices]
     return jax.make_array_from_single_device_arrays(shape, sharding, pieces)
 
 
-def _part(checkpoint: Checkpoint, path: str, shape: tuple[int, ...], at: tuple[slice, ...]) -> np.ndarray:
-    """The part `at` of one of our arrays, in the dtype of the files; its tensors are read in pieces, by several threads."""
+def _part(checkpoint: Checkpoint, path: str, shape: tuple[int, ...], at: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
+    """The part `at` of one of our arrays, as `dtype`; its tensors are read, transposed and cast in pieces, by several threads."""
     names, tensor = checkpoint.sources[path]
     lead, rest = at[: names.ndim], at[names.ndim :]
-    dtype = np.result_type(*{checkpoint.tensors[name].dtype for name in names.flat})
     part = _aligned([s.stop - s.start for s in at], dtype)
+
+    def fill(to: np.ndarray, name: str, piece: tuple[slice, ...]) -> None:
+        with np.errstate(over="ignore", invalid="ignore"):  # a cast to infinity or of a NaN is silent, as on a device
+            tensor.form.fill(to, checkpoint.tensors[name], shape[names.ndim :], piece)
+
     with ThreadPoolExecutor(_THREADS) as threads:
         reading = [
-            threads.submit(tensor.form.fill, to, checkpoint.tensors[name], shape[names.ndim :], piece)
+            threads.submit(fill, to, name, piece)
             for index, name in np.ndenumerate(names[lead])
             for to, piece in tensor.form.pieces(part[index] if index else part, rest)
         ]

@@ -34,7 +34,8 @@ def import_run(directory: str | Path, run_dir: str | Path, say: Callable[[str], 
         data=_data(Path(directory), checkpoint.config.vocab_size),
         train=TrainConfig(compute_dtype="bfloat16" if narrow == {"bfloat16"} else "float32"),
     )
-    params = jax.tree.map(lambda x: x.astype(jnp.float32), load(directory).params)  # a run directory holds float32 masters
+    params = load(directory, dtype=jnp.float32).params  # a run directory holds float32 masters
+    params = jax.tree.map(lambda x: x.astype(jnp.float32), params)  # and so of what a cast leaves alone
     _, params, buffers = split(nnx.merge(checkpoint.graphdef, params))
     meta = {
         "step": 0,

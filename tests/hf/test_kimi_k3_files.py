@@ -213,6 +213,12 @@ def test_packed_and_plain_experts_R110(packed):
     assert_same(hf.load(packed[0]).params, hf.load(packed[1]).params)
 
 
+def test_packed_experts_in_pieces(packed, monkeypatch):
+    monkeypatch.setattr("kda_jax.hf.forms.PIECE_ROWS", 5)
+    monkeypatch.setattr("kda_jax.hf.forms.PIECE_BYTES", 1)
+    assert_same(hf.load(packed[0]).params, hf.load(packed[1]).params)
+
+
 def test_packed_experts_into_shards(packed):
     """Every device unpacks its own part, also where it begins inside a group of 32."""
     import jax

@@ -1,6 +1,8 @@
 """Reading checkpoints that transformers wrote, and what other files have been seen to look like."""
 
+import dataclasses
 import json
+import os
 import subprocess
 import sys
 
@@ -10,10 +12,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 from checkpoints import GPT2, KIMI, assert_same, changed, loaded, loaded_model, tensors
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import kda_jax
-from kda_jax import hf, ops
+from kda_jax import hf, models, ops
 from kda_jax.models import presets
 from kda_jax.testing import assert_close
 from kda_jax.train.state import flatten
@@ -184,6 +187,28 @@ def test_straight_into_shards():
     assert {part.data.shape for part in x.addressable_shards} == {(2, 3, 12, 12)}
 
 
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("directory", [GPT2, KIMI], ids=lambda path: path.name)
+def test_tensors_in_pieces(directory, dtype, monkeypatch):
+    """A tensor that is read, transposed and cast a few rows at a time is the tensor, also where a device holds a part of it."""
+    whole = hf.load(directory, dtype=dtype).params
+    monkeypatch.setattr("kda_jax.hf.forms.PIECE_ROWS", 5)
+    monkeypatch.setattr("kda_jax.hf.forms.PIECE_BYTES", 1)
+    assert_same(hf.load(directory, dtype=dtype).params, whole)
+    mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    even = {path: x.ndim - 1 for path, x in flatten(whole).items() if x.shape[-1] % 2 == 0}
+    parts = {path: NamedSharding(mesh, PartitionSpec(*[None] * axis, "fsdp")) for path, axis in even.items()}
+    assert_same(hf.load(directory, dtype=dtype, shardings=parts).params, whole)
+
+
+def test_every_byte_is_read_once(monkeypatch):
+    """Where no head is padded: headers and what is checked by its contents are small."""
+    read, preadv = [], os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, to, at: read.append(preadv(file, to, at)) or read[-1])
+    hf.load(GPT2)
+    assert sum(read) == sum(x.nbytes for x in tensors(GPT2).values())
+
+
 def test_memory_while_reading(tmp_path):
     """R155: beside what is loaded, no more than the largest stacked array and one file are in memory."""
     code = f"""
@@ -221,3 +246,36 @@ print(sum(sizes), max(sizes), peak() - before)
     assert total > 100e6
     file = 13e6
     assert grown <= total + 1.5 * largest + file, f"{grown / 1e6:.0f} MB for {total / 1e6:.0f} MB of parameters"
+
+
+@pytest.mark.slow
+def test_speed_of_stacked_and_transposed_tensors(tmp_path):
+    """In processor time, which other work on the machine does not change much: at most six plain reads into fresh memory."""
+    config = dataclasses.replace(presets.tiny_hybrid(), vocab_size=16384, hidden_size=512, num_experts=64, moe_intermediate_size=512)
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: models.build(config, nnx.Rngs(0))))
+    hf.save(nnx.merge(graphdef, jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.bfloat16), state)), tmp_path / "x", max_file_bytes=10**8)
+    code = f"""
+import os, pathlib, resource, time
+import jax, numpy as np
+from kda_jax import hf
+directory = pathlib.Path({str(tmp_path / "x")!r})
+def plain():
+    return [np.fromfile(path, np.uint8) for path in directory.glob("*.safetensors")]
+def seconds(f):
+    start = time.process_time()
+    result = jax.block_until_ready(f())
+    return time.process_time() - start
+load = lambda: hf.load(directory).params
+hf.inspect(directory)
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+before = peak()
+sizes = [x.nbytes for x in jax.tree.leaves(load())]
+grown = peak() - before
+times = [(seconds(plain), seconds(load)) for _ in range(5)]
+print(sum(sizes), max(sizes), grown, *map(min, zip(*times)))
+"""
+    printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    total, largest, grown, plain, load = map(float, printed.split())
+    assert total > 300e6
+    assert grown <= total + 0.5 * largest, f"{grown / 1e6:.0f} MB for {total / 1e6:.0f} MB of parameters"
+    assert load <= 6 * plain, f"{load:.2f} s of the processor against {plain:.2f} s for a plain read"

@@ -109,6 +109,17 @@ def test_fingerprint_does_not_depend_on_the_mesh():
     assert fingerprints(flatten(state.params)) == fingerprints(flatten(on_mesh(state, (4, 2)).params))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "uint8"])
+def test_fingerprint_by_numpy_and_by_xla(dtype):
+    """The one is for arrays on one CPU, in blocks, the other for all others."""
+    words = np.random.default_rng(0).integers(0, 256, (6, 100, 300, jnp.dtype(dtype).itemsize), np.uint8)
+    x = words.view(jnp.dtype(dtype))[..., 0]
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    parted = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
+    assert fingerprints({"x": jnp.asarray(x)}) == fingerprints({"x": parted})
+    assert fingerprints({"x": jnp.asarray(x[::-1])}) != fingerprints({"x": parted})
+
+
 def test_keeps_the_newest_and_the_best(tmp_path):
     """R132: old ones go only after the new one is there; the best evaluated one stays."""
     run = Run(tmp_path, keep=2).save(*range(1, 7), bits={2: 1.5, 4: 1.2, 5: 1.3})
