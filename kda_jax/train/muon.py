@@ -67,10 +67,13 @@ def scale_by_muon(
 
         def one(path: tuple, m: Array) -> Array:
             name = path_name(path)
+            scaled = functools.partial(_scaled, widths=splits.get(name, m.shape[-1:]), rms=update_rms, dtype=compute_dtype)
 
             def matrices(x: Array) -> Array:
-                scaled = functools.partial(_scaled, widths=splits.get(name, x.shape[-1:]), rms=update_rms, dtype=compute_dtype)
-                return sharding.store(scaled(sharding.constrain(x, "matrices", None, None)), axes[name]) if x.ndim == 3 else scaled(x)
+                if x.ndim < 3:
+                    return scaled(x)
+                spread = lambda x: sharding.constrain(x, "matrices", None, None)  # before and after: what lies between follows both
+                return sharding.store(spread(scaled(spread(x))), axes[name])
 
             # One stacked layer at a time: the iteration needs room for several copies of what it works on.
             return jax.lax.map(matrices, m) if "periods" in name.split(".") else matrices(m)
