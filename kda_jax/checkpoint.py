@@ -30,6 +30,8 @@ from kda_jax.errors import TrainingStopped, UserError
 from kda_jax.train.state import TrainState, flatten, merge, shapes, split, state_shardings, unflatten, with_shardings
 
 Say = Callable[[str], None]
+_FILE_BYTES = 2**27
+"""Of a data file, about. Orbax gathers the whole of each in memory before it is written, 2 GiB if it is not told."""
 
 
 class Restored(NamedTuple):
@@ -108,7 +110,7 @@ class Checkpoints:
         step = int(state.step)
         items = _items(state)
         meta = meta | {"fingerprints": {name: fingerprints(item) for name, item in items.items()}}
-        arrays = {name: ocp.args.StandardSave(item) for name, item in items.items()}
+        arrays = {name: ocp.args.PyTreeSave(item, ocdbt_target_data_file_size=_FILE_BYTES) for name, item in items.items()}
         metrics = None if bits_per_byte is None else {"bits_per_byte": bits_per_byte}
         with self._failures(f"checkpoint {step}"):
             self._opened().save(step, args=ocp.args.Composite(**arrays, meta=ocp.args.JsonSave(meta)), metrics=metrics)

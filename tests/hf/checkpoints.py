@@ -1,16 +1,20 @@
 """The checkpoints of tests/hf/fixtures, and ways to change a copy of one."""
 
+import dataclasses
 import functools
 import json
 import shutil
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from kda_jax import hf
+from kda_jax import hf, models
 from kda_jax.hf.files import INDEX
+from kda_jax.models import presets
 
 FIXTURES = Path(__file__).parent / "fixtures"
 GPT2, KIMI = FIXTURES / "gpt2", FIXTURES / "kimi_linear"
@@ -52,6 +56,15 @@ def changed(source, directory, *, fields=(), drop=(), add=(), rename=lambda name
 
 def copy(source, directory):
     return Path(shutil.copytree(source, directory))
+
+
+def large(directory):
+    """A Kimi Linear of 340 MB, zeros in bfloat16, most of it experts of half a megabyte, in several files."""
+    config = dataclasses.replace(presets.tiny_hybrid(), vocab_size=16384, hidden_size=512, num_experts=64, moe_intermediate_size=512)
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: models.build(config, nnx.Rngs(0))))
+    model = nnx.merge(graphdef, jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.bfloat16), state))
+    hf.save(model, directory, max_file_bytes=10**8)
+    return directory
 
 
 def index(directory):

@@ -1,6 +1,5 @@
 """Reading checkpoints that transformers wrote, and what other files have been seen to look like."""
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -11,12 +10,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import GPT2, KIMI, assert_same, changed, loaded, loaded_model, tensors
-from flax import nnx
+from checkpoints import GPT2, KIMI, assert_same, changed, large, loaded, loaded_model, tensors
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import kda_jax
-from kda_jax import hf, models, ops
+from kda_jax import hf, ops
 from kda_jax.models import presets
 from kda_jax.testing import assert_close
 from kda_jax.train.state import flatten
@@ -251,14 +249,12 @@ print(sum(sizes), max(sizes), peak() - before)
 @pytest.mark.slow
 def test_speed_of_stacked_and_transposed_tensors(tmp_path):
     """In processor time, which other work on the machine does not change much: at most six plain reads into fresh memory."""
-    config = dataclasses.replace(presets.tiny_hybrid(), vocab_size=16384, hidden_size=512, num_experts=64, moe_intermediate_size=512)
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: models.build(config, nnx.Rngs(0))))
-    hf.save(nnx.merge(graphdef, jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.bfloat16), state)), tmp_path / "x", max_file_bytes=10**8)
+    directory = large(tmp_path / "x")
     code = f"""
 import os, pathlib, resource, time
 import jax, numpy as np
 from kda_jax import hf
-directory = pathlib.Path({str(tmp_path / "x")!r})
+directory = pathlib.Path({str(directory)!r})
 def plain():
     return [np.fromfile(path, np.uint8) for path in directory.glob("*.safetensors")]
 def seconds(f):

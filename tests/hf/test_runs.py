@@ -1,11 +1,13 @@
 """`kda-jax import` and `kda-jax export`, and `kda-jax generate` on a directory as it was downloaded."""
 
 import json
+import subprocess
+import sys
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoints import GPT2, KIMI, assert_same, loaded, loaded_model, tensors
+from checkpoints import GPT2, KIMI, assert_same, large, loaded, loaded_model, tensors
 from flax import nnx
 
 import kda_jax
@@ -85,3 +87,21 @@ def test_an_end_of_text_that_is_no_id(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": "</s>"}))
     with pytest.raises(UserError, match=r"eos_token_id must be an integer or a list of them, got '</s>'"):
         stop_tokens(tmp_path)
+
+
+@pytest.mark.slow
+def test_memory_of_import(tmp_path):
+    """R155: beside the float32 masters, half of them again would be too much."""
+    code = f"""
+import resource
+from kda_jax import hf
+from kda_jax.hf.runs import import_run
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+import_run({str(GPT2)!r}, {str(tmp_path / "small")!r}, say=lambda line: None)
+before = peak()
+import_run({str(large(tmp_path / "x"))!r}, {str(tmp_path / "run")!r}, say=lambda line: None)
+print(peak() - before)
+"""
+    printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    masters = 2 * sum(path.stat().st_size for path in (tmp_path / "x").glob("*.safetensors"))
+    assert int(printed) <= 1.4 * masters, f"{int(printed) / 1e6:.0f} MB for {masters / 1e6:.0f} MB of masters"
