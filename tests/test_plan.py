@@ -212,6 +212,9 @@ def test_overflow_and_advice(run_file):
     assert not found.fits
     assert "--model.remat full" in planning.advice(config, found)
     assert "DOES NOT FIT" in planning.told(config, found)
+    near = dataclasses.replace(found, needed_bytes=int(0.95 * hbm), effort="quick")
+    assert planning.told(config, near).endswith("fits barely: --effort full compiles the program that training would run")
+    assert planning.told(config, dataclasses.replace(near, effort="full")).endswith("  fits")
     wide = dataclasses.replace(config, train=dataclasses.replace(config.train, batch_size=16))
     assert "--train.micro-batches 4" in planning.advice(wide, found)
 
