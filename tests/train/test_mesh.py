@@ -15,12 +15,14 @@ from tiny import GPT2, HYBRID, copy, random_batch, run_config, write_text
 
 import kda_jax
 from kda_jax import sharding
+from kda_jax.bench.hlo import bytes_by_kind, bytes_by_source, collectives
 from kda_jax.checkpoint import load_run
 from kda_jax.sharding import AXES, MeshConfig, make_mesh
 from kda_jax.train import loop
+from kda_jax.train.data import Batch
 from kda_jax.train.optim import make_optimizer, make_schedule
-from kda_jax.train.state import flatten, initial_state, shapes, split, state_shardings
-from kda_jax.train.step import make_train_step
+from kda_jax.train.state import flatten, initial_state, shapes, split, state_shardings, with_shardings
+from kda_jax.train.step import make_forward, make_train_step
 
 MODEL = dataclasses.replace(HYBRID, num_experts=8)
 CONFIG = run_config("no text", MODEL, batch_size=8)
@@ -75,6 +77,26 @@ def test_losses_of_one_device(mesh):
 def test_losses_of_one_device_on_every_mesh(mesh):
     """The other 53 meshes: 25 s of processor time each."""
     np.testing.assert_allclose(losses(mesh), losses(MeshConfig()), rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_parameters_travel_and_tokens_do_not():
+    """The gradient of two layers over many tokens: but for the experts' exchange, little more than the parameters is sent. 30 s."""
+    linear = dataclasses.replace(MODEL.linear_attn_config, kda_layers=(1,), full_attn_layers=(2,))
+    config = dataclasses.replace(MODEL, num_hidden_layers=2, linear_attn_config=linear, first_k_dense_replace=0, remat="full")
+    model, mesh = shapes(config), make_mesh(MeshConfig(fsdp=4, expert=2))
+    graphdef, *arrays = split(model)
+    placed = [state_shardings(model, tree, mesh) for tree in arrays]
+    forward, rows = make_forward(graphdef, "bfloat16"), sharding.activation_sharding(mesh, ("batch",), (8,))
+    tokens = jax.ShapeDtypeStruct((8, 513), "int32", sharding=rows)
+    with jax.set_mesh(mesh):
+        gradient = jax.jit(jax.grad(lambda *args: forward(*args).nats), out_shardings=placed[0])
+        text = gradient.lower(*map(with_shardings, arrays, placed), Batch(tokens, tokens)).compile().as_text()
+    found = collectives(text)
+    sent = bytes_by_kind(found)
+    weights = sum(4 * leaf.size for leaf in jax.tree.leaves(arrays))
+    assert weights < 8 * 512 * config.hidden_size * 4
+    assert 0 < sum(sent.values()) - sent["all-to-all"] < 1.3 * weights, bytes_by_source(found)
 
 
 def test_created_in_parts():
