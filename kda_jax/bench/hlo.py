@@ -169,25 +169,32 @@ def _trips(line: str, around: dict[str, _Instruction], tables: Callable[[str], d
     begin, test, end = around.get(_operands(line)[0]), condition.get("ROOT"), body.get("ROOT")
     if not (begin and test and end) or not begin.kind == end.kind == "tuple" or test.kind != "compare" or "direction=LT" not in test.line:
         return None
-    place, limit = (_place(condition.get(name)) for name in test.operands)
-    added = None if place is None else body.get(end.operands[place])
-    if added is None or added.kind != "add" or {_place(body.get(name)) for name in added.operands} != {place, None}:
+    place, limit = (_place(condition, name) for name in test.operands)
+    added = None if place is None else _original(body, end.operands[place])
+    if added is None or added.kind != "add" or {_place(body, name) for name in added.operands} != {place, None}:
         return None
     start, steps = _constant(around, begin.operands[place]), [_constant(body, name) for name in added.operands]
     stop = _constant(condition, test.operands[1]) if limit is None else _constant(around, begin.operands[limit])
     return None if start is None or stop is None or 1 not in steps else max(stop - start, 0)
 
 
-def _place(instruction: _Instruction | None) -> int | None:
-    """Which element of a loop's state an instruction takes."""
-    return int(_INDEX.search(instruction.line)[1]) if instruction is not None and instruction.kind == "get-tuple-element" else None
+def _original(table: dict[str, _Instruction], name: str) -> _Instruction | None:
+    """The instruction of that name, or what it copies."""
+    found = table.get(name)
+    while found is not None and found.kind in ("copy", "bitcast"):
+        found = table.get(found.operands[0])
+    return found
+
+
+def _place(table: dict[str, _Instruction], name: str) -> int | None:
+    """Which element of a loop's state that is; None for anything else."""
+    found = _original(table, name)
+    return int(_INDEX.search(found.line)[1]) if found is not None and found.kind == "get-tuple-element" else None
 
 
 def _constant(table: dict[str, _Instruction], name: str) -> int | None:
-    """The integer of that name, or None; copies are followed."""
-    found = table.get(name)
-    while found is not None and found.kind in ("copy", "bitcast") and found.operands:
-        found = table.get(found.operands[0])
+    """Which integer that is; None for anything else."""
+    found = _original(table, name)
     value = _INTEGER.search(found.line) if found is not None and found.kind == "constant" else None
     return value and int(value[1])
 
