@@ -240,16 +240,16 @@ def _overflow(error: Exception) -> tuple[int, int]:
 
 def told(config: RunConfig, found: Plan) -> str:
     """The plan in lines for people."""
-    amount = lambda n: "-" if n is None else f"{n / 2**30:.2f} GiB" if n >= 2**27 else f"{n / 2**20:.2f} MiB"
+    fmt = lambda n: "-" if n is None else f"{n / 2**30:.2f} GiB" if n >= 2**27 else f"{n / 2**20:.2f} MiB"
     lines = [
         f"{found.program} step of {config.name} on {found.slice}, {found.mesh}: {found.rows} rows, {found.context:,} tokens each",
-        f"  HBM per device   {amount(found.needed_bytes)} at the peak of {amount(found.hbm_bytes)}: arguments {amount(found.argument_bytes)}, "
-        f"temporaries {amount(found.temporary_bytes)}",
+        f"  HBM per device   {fmt(found.needed_bytes)} at the peak of {fmt(found.hbm_bytes)}: arguments {fmt(found.argument_bytes)}, "
+        f"temporaries {fmt(found.temporary_bytes)}",
     ]
-    sent = ", ".join(f"{kind} {amount(size)}" for kind, size in found.collective_bytes.items()) or "none"
+    sent = ", ".join(f"{kind} {fmt(size)}" for kind, size in found.collective_bytes.items()) or "none"
     loops = f" ({found.uncounted_loops} inside loops of unknown length, counted once)" if found.uncounted_loops else ""
     lines.append(f"  collectives      {sent}; {found.collective_count:,} a step{loops}")
-    lines += [f"    {amount(size):>10}     {source}" for source, size in found.collective_sources.items()]
+    lines += [f"    {fmt(size):>10}     {source}" for source, size in found.collective_sources.items()]
     peak = "" if found.seconds_at_peak is None else f", {found.seconds_at_peak:.3g} s at the chip's peak"
     lines.append(f"  model FLOPs      {found.model_flops:.3g} per device{peak}")
     lines.append(f"  compiled         in {found.compile_seconds:.0f} s with {found.compiler_gigabytes:.1f} GB")
