@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
 
 from kda_jax import ops
 from kda_jax.ops.spec import Inputs
@@ -16,6 +17,11 @@ DELTA = [(name, decay) for name, decay in SPECS if ops.REGISTRY[name].delta]
 def problem_of(name: str, decay: str, *, seed: int = 0, T: int = 66, H: int = 1, HV: int = 2, **sizes) -> Problem:
     """One row, two chunks, grouped value heads, K != V: one shape, so that all cases of an op share a compilation."""
     return make_problem(ops.REGISTRY[name], jax.random.key(seed), B=1, T=T, H=H, HV=HV, decay=decay, **sizes)
+
+
+def interpreted():
+    """TPU kernels run on the CPU inside, in buffers full of NaN."""
+    return pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(uninitialized_memory="nan", out_of_bounds_reads="raise"))
 
 
 def replace(problem: Problem, **inputs) -> Problem:

@@ -8,8 +8,7 @@ import contextlib
 import jax
 import jax.numpy as jnp
 import pytest
-from extreme_cases import GATES, KEYS, OTHERS, problem_of, with_gates, with_keys
-from jax.experimental.pallas import tpu as pltpu
+from extreme_cases import GATES, KEYS, OTHERS, interpreted, problem_of, with_gates, with_keys
 
 from kda_jax import ops, testing
 from kda_jax.testing import TOLERANCE
@@ -17,10 +16,6 @@ from kda_jax.testing import TOLERANCE
 IMPLEMENTATIONS = ["scan", "xla"]
 WITH_KERNELS = [*IMPLEMENTATIONS, pytest.param("pallas_tpu", marks=pytest.mark.slow)]
 T = 66
-
-
-def interpreted():
-    return pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(uninitialized_memory="nan", out_of_bounds_reads="raise"))
 
 
 def check(name, problem, implementation):
