@@ -1,4 +1,5 @@
 import functools
+import time
 
 import jax
 import jax.numpy as jnp
@@ -150,6 +151,24 @@ def test_R097_896_experts_forward_and_backward():
     for dw in d_weights:
         assert np.all(np.isfinite(dw))
         np.testing.assert_array_equal(np.any(dw, axis=(1, 2)), used)
+
+
+@pytest.mark.slow
+def test_faster_than_a_loop_over_64_experts():
+    """Forward and backward of 2,048 tokens with 4 of 64 experts: a third of the loop's processor time at most."""
+    N, D, F, E = 2048, 128, 128, 64
+    routing = route(jax.random.normal(jax.random.key(0), (N, E)), top_k=4, renormalize=True, scaling_factor=1.0)
+    x, weights = jax.random.normal(jax.random.key(1), (N, D)), weights_of(E, D, F)
+    gradients = [jax.jit(jax.grad(lambda x, w, f=f: jnp.sum(f(x, routing, *w) ** 2), argnums=(0, 1))) for f in (experts, loop_over_experts)]
+    results, seconds = [jax.block_until_ready(f(x, weights)) for f in gradients], ([], [])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), *results)
+    for _ in range(5):
+        for f, taken in zip(gradients, seconds, strict=True):
+            start = time.process_time()
+            jax.block_until_ready(f(x, weights))
+            taken.append(time.process_time() - start)
+    grouped, loop = map(min, seconds)
+    assert loop >= 3 * grouped, (grouped, loop)
 
 
 def test_bfloat16_rounds_each_product_and_sums_experts_in_float32():
