@@ -38,6 +38,8 @@ class Memory(NamedTuple):
     """Of one sequence: recurrent states, whatever the context."""
     conv_bytes: int
     """Of one sequence: histories of the convolutions."""
+    left_whole: tuple[str, ...]
+    """A sentence for each kind of parameter axis that the mesh does not divide."""
 
     @property
     def total(self) -> Row:
@@ -83,7 +85,10 @@ def memory(
     abstract = jax.sharding.AbstractMesh(mesh.shape, sharding.AXES)
     names, width = axes(model), jnp.dtype(dtype).itemsize
     weights = {"experts": [0, 0], "others": [0, 0]}
-    for path, leaf in flatten(nnx.to_pure_dict(nnx.state(model))).items():
+    leaves = flatten(nnx.to_pure_dict(nnx.state(model)))
+    report = sharding.parameter_report(abstract, {path: (names[path], leaf.shape) for path, leaf in leaves.items()})
+    left_whole = dict.fromkeys(line.partition(": ")[2] for line in report)  # once, whichever parameters it is about
+    for path, leaf in leaves.items():
         size = 4 if has_name(path, FLOAT32) else width
         part = sharding.parameter_sharding(abstract, names[path], leaf.shape).shard_shape(leaf.shape)
         kind = weights["experts" if has_name(path, ("experts",)) else "others"]
@@ -101,7 +106,7 @@ def memory(
     rows.append(Row("weights" + (", all else" if rows else ""), *weights["others"]))
     rows += [cache("recurrent states, float32", count.state_bytes, tensor), cache("convolution histories", count.conv_bytes, tensor)]
     rows.append(cache(f"attention cache of {context:,} tokens", context * count.cache_bytes_per_token, 1 if shared else tensor))
-    return Memory(tuple(rows), count.total, count.cache_bytes_per_token, count.state_bytes, count.conv_bytes)
+    return Memory(tuple(rows), count.total, count.cache_bytes_per_token, count.state_bytes, count.conv_bytes, tuple(left_whole))
 
 
 def saving(config: KimiLinearConfig, dtype: Any = jnp.bfloat16) -> Saving:
@@ -130,7 +135,8 @@ def saving(config: KimiLinearConfig, dtype: Any = jnp.bfloat16) -> Saving:
 
 def sentences(config: ModelConfig, found: Memory, context: int, dtype: Any) -> list[str]:
     """What the table says, and what it does not."""
-    lines = [f"per token and sequence {found.cache_bytes_per_token:,} B, per sequence {found.state_bytes + found.conv_bytes:,} B"]
+    lines = list(found.left_whole)
+    lines.append(f"per token and sequence {found.cache_bytes_per_token:,} B, per sequence {found.state_bytes + found.conv_bytes:,} B")
     if not isinstance(config, KimiLinearConfig):
         return lines
     s = saving(config, dtype)

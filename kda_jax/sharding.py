@@ -146,7 +146,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P())
 
 
-def parameter_report(mesh: Mesh, parameters: Mapping[str, tuple[Names, Sequence[int]]]) -> list[str]:
+def parameter_report(mesh: Mesh | jax.sharding.AbstractMesh, parameters: Mapping[str, tuple[Names, Sequence[int]]]) -> list[str]:
     """One sentence for each parameter axis that a mesh axis does not divide and so leaves whole.
 
     Args:

@@ -143,6 +143,9 @@ def test_a_mesh_divides():
     assert states.device * 16 == states.total
     assert cache.device * 8 == cache.total  # the latent belongs to all heads
     assert mesh.total.device < whole.total.device / 7
+    assert mesh.left_whole == ()
+    odd = memory(presets.kimi_linear_48b_a3b(), mesh=MeshConfig(expert=3))
+    assert odd.left_whole == ("experts 256 is not a multiple of mesh.expert 3 and stays whole over it",)
     assert mesh_of("fsdp=8,tensor=2") == MeshConfig(fsdp=8, tensor=2)
     with pytest.raises(ValueError, match="'fsd=8' is not AXIS=SIZE with an axis of data, fsdp, expert, tensor, context"):
         mesh_of("fsd=8")
