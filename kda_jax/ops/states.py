@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kda_jax import sharding
 from kda_jax.ops.chunkwise import chunkwise_states
-from kda_jax.ops.dispatch import _validate, _with_boundaries, _zero_state, choose, find, run_scan
+from kda_jax.ops.dispatch import _validate, _with_boundaries, _zero_state, choose, find, names_of, run_scan, tpu_only
 from kda_jax.ops.spec import Inputs, OpSpec
 
 
@@ -40,7 +41,7 @@ def chunk_states(
         op: a recurrence or its name, e.g. `ops.kda` or "kda".
         arrays: its arrays, in the order it takes them.
         scale, initial_state, segment_ids, chunk_size: as in the op.
-        implementation: "scan", "xla", or None for the better of the two.
+        implementation: "scan", "xla", "pallas_tpu", or None for the best that applies.
 
     Returns:
         ChunkStates(o, final_state, states [B, T // chunk_size + 1, HV, K, V]), states in the dtype of the final one (float32).
@@ -49,7 +50,7 @@ def chunk_states(
         ValueError: as the op.
         NotImplementedError: the named implementation does not apply, with the reason.
 
-    Numerics: o and final_state are those of the op. All three can be differentiated.
+    Numerics: o and final_state are those of the op. All three can be differentiated; the gradients of "pallas_tpu" are those of "xla".
 
     Example:
         >>> import jax.numpy as jnp
@@ -60,8 +61,6 @@ def chunk_states(
     """
     spec, inputs = find(op, arrays)
     _validate(spec, inputs, initial_state, segment_ids, chunk_size, implementation)
-    if implementation not in (None, *_RUNNERS):
-        raise NotImplementedError(f"{spec.name}: implementation {implementation!r} does not apply: it does not return chunk states yet")
     dtype = jnp.promote_types(jnp.float32, jnp.result_type(*(x for x in inputs if x is not None)))
     state = _zero_state(inputs, dtype) if initial_state is None else initial_state.astype(dtype)
     inputs = inputs if segment_ids is None else _with_boundaries(inputs, segment_ids)
@@ -69,8 +68,13 @@ def chunk_states(
     if T == 0:
         return ChunkStates(jnp.zeros_like(inputs.v), state, state[:, None])
     chosen = choose(spec, inputs, implementation, chunk_size).chosen
-    run = _RUNNERS.get(chosen, _run_xla)
-    o, final_state, starts = run(spec, inputs, scale=K**-0.5 if scale is None else scale, initial_state=state, chunk_size=chunk_size)
+    if chosen == "pallas_tpu" and sharding.parts("time", T) > 1:
+        if implementation is not None:
+            raise NotImplementedError(f"{spec.name}: implementation 'pallas_tpu' does not apply: the mesh splits time")
+        chosen = "xla"
+    o, final_state, starts = _RUNNERS[chosen](
+        spec, inputs, scale=K**-0.5 if scale is None else scale, initial_state=state, chunk_size=chunk_size
+    )
     if T % chunk_size == 0:
         starts = jnp.concatenate([starts, final_state[None]])
     return ChunkStates(o.astype(inputs.v.dtype), final_state, jnp.moveaxis(starts, 0, 1))
@@ -99,4 +103,28 @@ def _run_xla(spec: OpSpec, inputs: Inputs, *, scale: float, initial_state: Array
     return chunkwise_states(*inputs, scale=scale, initial_state=initial_state, chunk_size=chunk_size)
 
 
-_RUNNERS = {"scan": _run_scan, "xla": _run_xla}
+def _run_pallas_tpu(spec: OpSpec, inputs: Inputs, *, scale: float, initial_state: Array, chunk_size: int) -> tuple[Array, Array, Array]:
+    from pallas_kernels import tpu
+
+    def kernel(inputs: Inputs, state: Array) -> tuple[Array, Array, Array]:
+        q, k, v, g, beta = inputs
+        q, k, v = (x.astype(jnp.result_type(q, k, v)) for x in (q, k, v))
+        o, end, starts = tpu.chunk_states(q, k, v, g, beta, state, scale=scale, chunk_size=chunk_size)
+        return o, end, jnp.moveaxis(starts, 1, 0)
+
+    def local(_, *parts: Array | None) -> tuple[Array, Array, Array]:
+        *parts, state = parts
+        run = jax.custom_vjp(kernel)
+        run.defvjp(lambda *args: (kernel(*args), args), lambda args, d: jax.vjp(in_jnp, *args)[1](d))
+        return run(Inputs(*parts), state)
+
+    def in_jnp(inputs: Inputs, state: Array) -> tuple[Array, Array, Array]:
+        o, end, starts = _run_xla(spec, inputs, scale=scale, initial_state=state, chunk_size=chunk_size)
+        return o.astype(jnp.result_type(*inputs[:3])), end, starts
+
+    tokens, *_, states = names = names_of(inputs)
+    with tpu_only(spec.name):
+        return sharding.local_map(local, (*inputs, initial_state), names, (tokens, states, (None, *states)))
+
+
+_RUNNERS = {"scan": _run_scan, "xla": _run_xla, "pallas_tpu": _run_pallas_tpu}

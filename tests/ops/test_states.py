@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from extreme_cases import SPECS, problem_of, tokens_of
+from extreme_cases import SPECS, interpreted, problem_of, tokens_of
 
 from kda_jax import ops
 from kda_jax.testing import assert_close
@@ -78,9 +78,30 @@ def test_packed_rows():
     assert_close("end of the second document", out.states[:, 2], second.final_state, 1e-6)
 
 
+@pytest.mark.parametrize(("name", "decay"), [("kda", "channel"), ("gated_delta_rule", "head"), ("linear_attention", "none")])
+def test_tpu_kernel(name, decay):
+    """Interpreted: the values of the chunkwise form on packed rows, of 16-bit inputs too, and gradients through every state."""
+    problem, ids = problem_of(name, decay, T=40), jnp.array([[1] * 20 + [2] * 20])
+    weights = jax.random.normal(jax.random.key(1), (1, 3, 2, 16, 8))
+
+    def loss(p, implementation):
+        out = call(name, p, segment_ids=ids, chunk_size=16, implementation=implementation)
+        total = jnp.sum(out.states * weights) + jnp.sum(out.o * problem.do) + jnp.sum(out.final_state * problem.dstate)
+        return total, out
+
+    with interpreted():
+        found = jax.jit(jax.value_and_grad(lambda p: loss(p, "pallas_tpu"), has_aux=True, allow_int=True))(problem)
+        low = jax.jit(lambda p: loss(p, "pallas_tpu")[1])(problem.astype(jnp.bfloat16))
+    wanted = jax.jit(jax.value_and_grad(lambda p: loss(p, "xla"), has_aux=True, allow_int=True))(problem)
+    for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert_close("kernel", got, want, 2e-6)
+    assert low.o.dtype == jnp.bfloat16
+    assert_close("states of bfloat16", low.states, wanted[0][1].states, 1e-2)
+
+
 def test_refusals():
-    problem = problem_of("kda", "channel", T=4)
-    with pytest.raises(NotImplementedError, match="implementation 'pallas_tpu' does not apply: it does not return chunk states yet"):
+    problem = problem_of("kda", "channel", T=20)
+    with pytest.raises(NotImplementedError, match="implementation 'pallas_tpu' does not apply: this process computes on cpu"):
         call("kda", problem, implementation="pallas_tpu")
     with pytest.raises(ValueError, match="kda: chunk_size is 48, expected a power of two"):
         call("kda", problem, chunk_size=48)
