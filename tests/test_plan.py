@@ -199,13 +199,17 @@ def test_without_libtpu(run_file, monkeypatch, capsys):
     assert 'pip install "jax[tpu]"' in capsys.readouterr().err
 
 
+OVERFLOWS = (
+    "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 59.80G of 31.25G hbm. Exceeded",
+    "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (59.80G) exceeds available HBM (31.25G).",
+)
+
+
 def test_overflow_and_advice(run_file):
-    """libtpu's refusal becomes a plan that does not fit, and says what would help."""
-    error = jax.errors.JaxRuntimeError(
-        "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 59.80G of 31.25G hbm. Exceeded"
-    )
-    needed, hbm = planning._overflow(error)
-    assert (round(needed / 2**30, 2), round(hbm / 2**30, 2)) == (59.8, 31.25)
+    """libtpu's refusals become a plan that does not fit, and say what would help."""
+    for refusal in OVERFLOWS:
+        needed, hbm = planning._overflow(jax.errors.JaxRuntimeError(refusal))
+        assert (round(needed / 2**30, 2), round(hbm / 2**30, 2)) == (59.8, 31.25)
     with pytest.raises(ValueError, match="other"):
         planning._overflow(ValueError("other"))
     config = load_config_file(run_file)

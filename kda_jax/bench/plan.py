@@ -42,7 +42,7 @@ _CACHE_NAMES = {
     LatentCache: LatentCache(("batch", "keys", None), *[("batch",)] * 2),
 }
 _SOURCES = 8
-_USED = re.compile(r"Used ([\d.]+)([KMG]) of ([\d.]+)([KMG]) hbm")
+_USED = re.compile(r"(?:Used |temporaries \()([\d.]+)([KMG])(?: of |\) exceeds available HBM \()([\d.]+)([KMG])")
 
 
 @dataclasses.dataclass(frozen=True)
