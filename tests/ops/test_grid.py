@@ -57,8 +57,11 @@ def test_grouped_value_heads(name, decay, implementation, share):
 @every_op
 @pytest.mark.parametrize(("K", "V"), [(16, 20), (20, 16), (24, 32), (60, 100), (64, 128), (96, 64), (100, 60), (128, 256), (256, 128)])
 def test_widths(name, decay, implementation, K, V):
-    """R192."""
-    check_ordinary(name, problem_of(name, decay, K=K, V=V), implementation)
+    """R192. With one decay per head and 32,768 elements of state, a decay's gradient is a sum of terms of total size 433 that cancels to
+    0.4 (1,428 to 4 in another draw): float32 products leave 1e-6 to 2.1e-6 of it, in "xla" as in the kernels.
+    """
+    ill_conditioned = decay == "head" and K * V >= 2**15
+    (check_extreme if ill_conditioned else check_ordinary)(name, problem_of(name, decay, K=K, V=V), implementation)
 
 
 @every_op
