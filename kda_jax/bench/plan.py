@@ -35,7 +35,8 @@ from kda_jax.train.step import make_train_step
 
 Program = Literal["train", "decode"]
 Effort = Literal["quick", "full"]
-_COMPILER_OPTIONS: dict[Effort, dict[str, float]] = {"quick": {"exec_time_optimization_effort": -1.0}, "full": {}}
+_LESS_EFFORT = {"jax_exec_time_optimization_effort": -1.0, "jax_optimization_level": "O1"}
+"""The first of these that this jax has: 0.12 has levels only."""
 _CACHE_NAMES = {
     RecurrentCache: RecurrentCache(("batch", "heads", None, None), ("batch", None, None)),
     AttentionCache: AttentionCache(*[("batch", "keys", "heads", None)] * 2, *[("batch",)] * 2),
@@ -130,6 +131,8 @@ def _environment(where: Slice) -> dict[str, str]:
 
 def compile_plan(config: RunConfig, where: Slice, program: Program, rows: int, context: int, effort: Effort) -> Plan:
     """The plan itself, in a process with the environment above."""
+    if where.is_tpu and effort == "quick":
+        jax.config.update(*next(option for option in _LESS_EFFORT.items() if option[0] in jax.config.values))
     devices = topologies.get_topology_desc(platform="tpu", topology_name=where.name).devices if where.is_tpu else jax.devices()
     mesh = sharding.make_mesh(config.mesh, devices)
     function, arguments = (_train if program == "train" else functools.partial(_decode, rows=rows, context=context))(config, mesh)
@@ -140,7 +143,7 @@ def compile_plan(config: RunConfig, where: Slice, program: Program, rows: int, c
     with jax.set_mesh(mesh), jax.sharding.use_abstract_mesh(_described(mesh)):
         lowered = function.trace(*arguments).lower(lowering_platforms=("tpu" if where.is_tpu else "cpu",))
         try:
-            compiled = lowered.compile(compiler_options=_COMPILER_OPTIONS[effort] if where.is_tpu else None)
+            compiled = lowered.compile()
         except jax.errors.JaxRuntimeError as error:
             needed, hbm = _overflow(error)
     text, memory = ("", None) if compiled is None else (compiled.as_text(), compiled.memory_analysis())
