@@ -26,7 +26,10 @@ from kda_jax.train.optim import make_optimizer, make_schedule
 from kda_jax.train.state import initial_state, shapes, split, state_shardings
 from kda_jax.train.step import make_train_step
 
-TOLERANCE = 1e-5
+TOLERANCE = (1e-6, 1e-4)
+"""Of the first loss, which is a forward pass, and of the others: Adam divides a gradient by its own size, and a router moves a token whose
+two best experts are equal up to rounding, so that steps amplify the order of sums. Small models of the tests stay within 1e-5.
+"""
 REPEATS = 5
 
 
@@ -97,8 +100,9 @@ def measure(config: RunConfig, name: str, mesh: sharding.MeshConfig | None, opti
     exact = dataclasses.replace(config, train=dataclasses.replace(config.train, compute_dtype="float32"))
     with jax.default_matmul_precision("highest"), running(exact, mesh) as step:
         losses = tuple(step(number) for number in range(options.compared_steps))
-    difference = 0.0 if one is None else float(np.max(np.abs(np.divide(losses, one.losses) - 1)))
-    if not difference <= TOLERANCE:
+    differences = np.zeros(len(losses)) if one is None else np.abs(np.divide(losses, one.losses) - 1)
+    difference = float(np.max(differences))
+    if not (differences[0] <= TOLERANCE[0] and difference <= TOLERANCE[1]):
         raise UserError(f"{name}: losses {losses} differ from those of one device, {one.losses}, by {difference:.1e}")
     with running(config, mesh) as step:
         step(0)
