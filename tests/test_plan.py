@@ -17,6 +17,8 @@ from kda_jax.bench.slices import CHIPS, find, known
 from kda_jax.cli import main
 from kda_jax.config import load_config_file
 from kda_jax.errors import UserError
+from kda_jax.models import presets
+from kda_jax.sharding import MeshConfig
 
 RUN = """
 from kda_jax.config import DataConfig, OptimConfig, RunConfig, TrainConfig
@@ -222,6 +224,13 @@ def test_overflow_and_advice(run_file):
     assert planning.told(config, dataclasses.replace(near, effort="full")).endswith("  fits")
     wide = dataclasses.replace(config, train=dataclasses.replace(config.train, batch_size=16))
     assert "--train.micro-batches 4" in planning.advice(wide, found)
+    spread = dataclasses.replace(config, mesh=MeshConfig(fsdp=2, expert=4))
+    assert "--train.expert-capacity" not in planning.advice(spread, found), "a model without experts"
+    sparse = dataclasses.replace(spread, model=presets.kimi_k3_tiny())
+    assert "--train.expert-capacity 2" in planning.advice(sparse, found)
+    limited = dataclasses.replace(sparse, train=dataclasses.replace(sparse.train, expert_capacity=2.0))
+    whole = dataclasses.replace(sparse, mesh=MeshConfig(fsdp=8))
+    assert not any("--train.expert-capacity" in planning.advice(other, found) for other in (limited, whole))
 
 
 def test_ops_choose_for_the_slice():

@@ -274,6 +274,8 @@ def advice(config: RunConfig, found: Plan) -> str:
             "--optim.first-moment-dtype bfloat16"
         )
     ways = []
+    if hasattr(config.model, "num_experts") and config.mesh.expert > 1 and config.train.expert_capacity is None:
+        ways.append("--train.expert-capacity 2 (without one, every owner of experts has room for all tokens)")
     if config.model.remat != "full":
         ways.append("--model.remat full")
     if config.train.batch_size // config.train.micro_batches > config.mesh.row_parts:
