@@ -1,7 +1,11 @@
 """Kimi K3 (text, 2.8T-A104B) on 2,048 chips of v5p: context 8,192, per-head Muon with QK-clip, cosine as in arXiv 2607.24653, section 2.5.
 
-    kda-jax plan --config configs/kimi_k3.py --topology v5p:8x16x16
+    kda-jax plan --config configs/kimi_k3.py --topology v5p:8x16x16 --program train
     kda-jax train --config configs/kimi_k3.py --run-dir /mnt/runs/k3 --distributed
+
+On this slice the plan does not fit yet: 99.84 GiB of 95.74, arguments 18.66 and temporaries 81.18. An owner of experts keeps room for twice
+the mean load (choices beyond are dropped and counted); with room for all that could come, fsdp 64 x expert 32 and 2,048 rows have 1.69 TiB
+of temporaries, and fsdp 64 x expert 16 x context 2, whose owners gather 56 experts of a layer and not 28, 102.40 GiB with this capacity.
 
 Peak rate, batch and number of tokens are not published: those here are ours. The text is to be put in `data.source`.
 """
@@ -17,6 +21,6 @@ config = RunConfig(
     model=dataclasses.replace(presets.kimi_k3(), remat="full"),
     data=DataConfig(seq_len=8192),
     optim=OptimConfig(algorithm="muon", newton_schulz_dtype="bfloat16", learning_rate=2e-4, warmup_steps=1000, qk_clip=100.0),
-    train=TrainConfig(steps=100_000, batch_size=2048, compute_dtype="bfloat16"),
-    mesh=MeshConfig(fsdp=64, expert=32),
+    train=TrainConfig(steps=100_000, batch_size=1024, compute_dtype="bfloat16", expert_capacity=2.0),
+    mesh=MeshConfig(fsdp=32, expert=32, context=2),
 )
