@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from kda_jax import sharding
 from kda_jax.ops.dispatch import tpu_only
-from kda_jax.ops.spec import REGISTRY, Inputs, OpSpec, need_array, need_floats, need_integers
+from kda_jax.ops.spec import REGISTRY, Inputs, OpSpec, need_array, need_decays, need_floats, need_integers
 
 
 @typing.no_type_check  # its own checks raise ValueError with the name and shape of the argument
@@ -40,7 +40,7 @@ def decode(
         the pool after it, and the outputs [B, T, HV, V] in v's dtype.
 
     Raises:
-        ValueError: an argument has the wrong shape, or two slots that can be seen are the same.
+        ValueError: an argument has the wrong shape, or slots or decays that can be seen are wrong: twice the same, outside, above zero.
         NotImplementedError: the named implementation does not apply; the message says why.
 
     Numerics: the op's step, float32. Sharding: the kernel is for one device or the inside of a `jax.shard_map`.
@@ -58,7 +58,7 @@ def decode(
     _check(spec, pool, slots, inputs, advance)
     if implementation not in (None, "xla", "pallas_tpu"):
         raise ValueError(f"{name}: implementation of decode is {implementation!r}, expected None, 'xla' or 'pallas_tpu'")
-    refused = _refused(pool)
+    refused = _refused(pool, inputs)
     if implementation == "pallas_tpu" and refused:
         raise NotImplementedError(f"{name}: implementation 'pallas_tpu' of decode does not apply: {refused}")
     scale = inputs.q.shape[-1] ** -0.5 if scale is None else scale
@@ -99,8 +99,10 @@ def _decode_xla(spec: OpSpec, pool, slots, inputs: Inputs, advance, scale) -> tu
     return pool.at[slots].set(kept), jnp.moveaxis(o, 0, 1).astype(inputs.v.dtype)
 
 
-def _refused(pool) -> str | None:
+def _refused(pool, inputs: Inputs) -> str | None:
     K, V = pool.shape[2:]
+    if inputs.v.size == 0:
+        return "there is nothing to compute"
     if K % 128 or V % 128:
         return f"it takes K and V that are multiples of 128, got {K} and {V}"
     return None if pool.dtype == jnp.float32 else f"it takes a float32 pool, got {pool.dtype}"
@@ -117,7 +119,7 @@ def _check(spec: OpSpec, pool, slots, inputs: Inputs, advance) -> None:
     need_floats(spec.name, dict(pool=pool, **{name: getattr(inputs, name) for name in spec.arguments}))
     need_array(spec.name, "slots", slots)
     need_integers(spec.name, dict(slots=slots, advance=advance))
-    need(q.ndim == 4, "q", q, "[B, T, H, K]")
+    need(q.ndim == 4 and q.shape[2] > 0, "q", q, "[B, T, H, K] with H at least 1")
     B, T, H, K = q.shape
     need(k.shape == q.shape, "k", k, f"the shape of q, {q.shape}")
     need(v.ndim == 4 and v.shape[:2] == (B, T) and v.shape[2] % H == 0, "v", v, f"[{B}, {T}, HV, V] with HV a multiple of {H}")
@@ -130,5 +132,11 @@ def _check(spec: OpSpec, pool, slots, inputs: Inputs, advance) -> None:
         allowed = [shapes[d] for d in spec.decays]
         need(g.shape in allowed, "g", g, " or ".join(map(str, allowed)))
     need(beta is None or beta.shape == (B, T, HV), "beta", beta, f"({B}, {T}, {HV})")
-    if isinstance(slots, jax.Array) and not isinstance(slots, jax.core.Tracer) and len(set(slots.tolist())) < B:
-        raise ValueError(f"{spec.name}: slots {slots.tolist()} name a slot twice")
+    if not isinstance(slots, jax.core.Tracer):
+        seen = slots.tolist()
+        if len(set(seen)) < B:
+            raise ValueError(f"{spec.name}: slots {seen} name a slot twice")
+        if B and not 0 <= min(seen) <= max(seen) < len(pool):
+            raise ValueError(f"{spec.name}: slots {seen} are not all in 0..{len(pool) - 1}")
+    if g is not None:
+        need_decays(spec.name, g)

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kda_jax.ops.dispatch import run
-from kda_jax.ops.spec import Inputs, OpSpec, RecurrenceOutput, need_floats, register, share_heads
+from kda_jax.ops.dispatch import check_logits, run, without_padding
+from kda_jax.ops.spec import Inputs, OpSpec, RecurrenceOutput, register, share_heads
 
 
 def delta_rule_step(
@@ -144,7 +144,9 @@ def delta_rule_from_logits(
         >>> ops.delta_rule_from_logits(k, k, v, jnp.zeros((1, 2, 1))).o.ravel().round(4).tolist()  # beta = 1/2
         [1.5, 4.25]
     """
-    need_floats(SPEC.name, dict(q=q, k=k, v=v, beta_logits=beta_logits))
+    logits = Inputs(q, k, v, None, beta_logits)
+    check_logits(SPEC, logits, {}, initial_state, segment_ids, chunk_size, implementation)
+    q, k, v, _, beta_logits = without_padding(logits, segment_ids)
     beta = jax.nn.sigmoid(beta_logits.astype(jnp.promote_types(jnp.float32, beta_logits.dtype)))
     return run(
         SPEC,

@@ -7,14 +7,13 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from kda_jax import sharding
 from kda_jax.ops.chunkwise import chunkwise
 from kda_jax.ops.context import in_segments
 from kda_jax.ops.norms import l2_norm
 from kda_jax.ops.segments import segments
-from kda_jax.ops.spec import REGISTRY, Inputs, OpSpec, RecurrenceOutput, need_floats, need_integers
+from kda_jax.ops.spec import REGISTRY, Inputs, OpSpec, RecurrenceOutput, need_decays, need_floats, need_integers
 from kda_jax.sharding import Shards, local_map
 
 IMPLEMENTATIONS = ("scan", "xla", "pallas_tpu", "pallas_gpu")
@@ -109,6 +108,8 @@ def choose(spec: OpSpec, inputs: Inputs, implementation: str | None, chunk_size:
 def _refused_by_tpu_kernel(inputs: Inputs, chunk_size: int) -> str | None:
     """Why the TPU kernel cannot take these arguments on any machine; None if it can."""
     K, V = inputs.q.shape[-1], inputs.v.shape[-1]
+    if inputs.v.size == 0:
+        return "there is nothing to compute"
     if max(K, V) > 256:
         return f"it takes K and V up to 256, got {K} and {V}"
     if chunk_size not in (16, 32, 64, 128):
@@ -117,7 +118,7 @@ def _refused_by_tpu_kernel(inputs: Inputs, chunk_size: int) -> str | None:
         return "TPUs have no float64"
     from pallas_kernels.tpu import vmem_refusal
 
-    return vmem_refusal(inputs.q, inputs.v, inputs.g, inputs.beta, chunk_size)
+    return vmem_refusal(*inputs, chunk_size)
 
 
 def _no_tpu() -> str | None:
@@ -210,6 +211,23 @@ def tpu_only(name: str):
 _RUNNERS = {"scan": run_scan, "xla": run_xla, "pallas_tpu": run_pallas_tpu}
 
 
+def check_logits(spec, logits: Inputs, parameters: dict, initial_state, segment_ids, chunk_size, implementation) -> None:
+    """The sentences of an op for its arguments before gates and norms, and for the gate's parameters by name."""
+    need_floats(spec.name, parameters)
+    _validate(spec, logits, initial_state, segment_ids, chunk_size, implementation, logits=True)
+
+
+def without_padding(logits: Inputs, segment_ids, gate: float = 0.0) -> Inputs:
+    """Arguments before their gates and norms, with zeros for what a padding token holds, NaN perhaps, and `gate` for its logits: what is
+    computed from them, and its derivative, is finite.
+    """
+    if segment_ids is None:
+        return logits
+    valid = segments(segment_ids).valid
+    mask = lambda x, value: None if x is None else jnp.where(valid.reshape(*valid.shape, *(1,) * (x.ndim - 2)), x, value)
+    return Inputs(*map(mask, logits, (0, 0, 0, gate, gate)))
+
+
 def _with_boundaries(inputs: Inputs, segment_ids) -> Inputs:
     """Padding becomes a token that does nothing; the first token of a new sequence gets a decay of -inf, which forgets all before it."""
     where = segments(segment_ids)
@@ -233,15 +251,16 @@ def _zero_state(inputs: Inputs, dtype):
     return jnp.zeros_like(k[..., None] * inputs.v[:, 0, :, None, :], dtype)
 
 
-def _validate(spec, inputs, initial_state, segment_ids, chunk_size, implementation):
-    """One sentence for every way the arguments can be wrong."""
+def _validate(spec, inputs, initial_state, segment_ids, chunk_size, implementation, logits=False):
+    """One sentence for every way the arguments can be wrong; `logits` stand in the places of g and beta, and are called so."""
     q, k, v, g, beta = inputs
+    called = {"g": "x", "beta": "beta_logits"} if logits else {}
 
     def need(ok, name, x, expected):
         if not ok:
-            raise ValueError(f"{spec.name}: {name} has shape {tuple(jnp.shape(x))}, expected {expected}")
+            raise ValueError(f"{spec.name}: {called.get(name, name)} has shape {tuple(jnp.shape(x))}, expected {expected}")
 
-    need_floats(spec.name, {name: getattr(inputs, name) for name in spec.arguments})
+    need_floats(spec.name, {called.get(name, name): getattr(inputs, name) for name in spec.arguments})
     need(len(q.shape) == 4, "q", q, "[B, T, H, K]")
     B, T, H, K = q.shape
     need(H > 0 and K > 0, "q", q, "[B, T, H, K] with H and K at least 1")
@@ -253,11 +272,8 @@ def _validate(spec, inputs, initial_state, segment_ids, chunk_size, implementati
     if g is not None:
         allowed = [shapes[d] for d in spec.decays]
         need(tuple(g.shape) in allowed, "g", g, " or ".join(map(str, allowed)))
-        if isinstance(g, (jax.Array, np.ndarray)) and not isinstance(g, jax.core.Tracer):
-            with jax.ensure_compile_time_eval():  # inside jit, jnp would trace what is done to a constant
-                largest = float(jnp.max(g, initial=-jnp.inf))
-            if largest > 0:
-                raise ValueError(f"{spec.name}: g is a log decay and must be <= 0, but its largest value is {largest:g}")
+        if not logits:
+            need_decays(spec.name, g)
     if beta is not None:
         need(tuple(beta.shape) == (B, T, HV), "beta", beta, f"{(B, T, HV)}")
     if initial_state is not None:

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kda_jax.ops.dispatch import run
+from kda_jax.ops.dispatch import check_logits, run, without_padding
 from kda_jax.ops.gates import gdn_gate
-from kda_jax.ops.spec import Inputs, OpSpec, RecurrenceOutput, need_floats, register, share_heads
+from kda_jax.ops.spec import Inputs, OpSpec, RecurrenceOutput, register, share_heads
 
 
 def gated_delta_rule_step(
@@ -154,8 +154,10 @@ def gated_delta_rule_from_logits(
         >>> round(float(out.final_state[0, 0, 0, 0]), 4)   # softplus(0) = log 2: 8 decays to 4, and half of 2 - 4 is added
         3.0
     """
+    logits = Inputs(q, k, v, x, beta_logits)
+    check_logits(SPEC, logits, dict(A_log=A_log, dt_bias=dt_bias), initial_state, segment_ids, chunk_size, implementation)
+    q, k, v, x, beta_logits = without_padding(logits, segment_ids)
     g = gdn_gate(x, A_log, dt_bias)
-    need_floats(SPEC.name, dict(q=q, k=k, v=v, beta_logits=beta_logits))
     return run(
         SPEC,
         Inputs(q, k, v, g, jax.nn.sigmoid(beta_logits.astype(g.dtype))),

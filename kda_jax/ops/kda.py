@@ -7,11 +7,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kda_jax import sharding
-from kda_jax.ops.dispatch import choose, names_of, run, tpu_only
+from kda_jax.ops.dispatch import check_logits, choose, names_of, run, tpu_only, without_padding
 from kda_jax.ops.gates import kda_gate
 from kda_jax.ops.norms import l2_norm
 from kda_jax.ops.segments import segments
-from kda_jax.ops.spec import Inputs, OpSpec, RecurrenceOutput, need_floats, register, share_heads
+from kda_jax.ops.spec import Inputs, OpSpec, RecurrenceOutput, register, share_heads
 
 
 def kda_step(
@@ -147,11 +147,12 @@ def kda_from_logits(
     Raises:
         as `kda` and `kda_gate`.
     """
-    need_floats(SPEC.name, dict(q=q, k=k, v=v, x=x, beta_logits=beta_logits, A_log=A_log, dt_bias=dt_bias))
     logits = Inputs(q, k, v, x, beta_logits)
-    here = x.ndim == 4 and x.shape[1] and sharding.parts("time", x.shape[1]) == 1  # the fused kernel has no summary of a segment
+    check_logits(SPEC, logits, dict(A_log=A_log, dt_bias=dt_bias), initial_state, segment_ids, chunk_size, implementation)
+    here = x.size and sharding.parts("time", x.shape[1]) == 1  # the fused kernel has no summary of a segment
     if here and choose(SPEC, logits, implementation, chunk_size).chosen == "pallas_tpu":
         return _fused(logits, (A_log, dt_bias, lower_bound), scale, initial_state, segment_ids, chunk_size)
+    q, k, v, x, beta_logits = without_padding(logits, segment_ids)
     g = kda_gate(x, A_log, dt_bias, lower_bound)
     beta = jax.nn.sigmoid(beta_logits.astype(g.dtype))
     return kda(
@@ -173,13 +174,9 @@ def _fused(logits: Inputs, gate, scale, initial_state, segment_ids, chunk_size) 
     from pallas_kernels.tpu import NO_TOKEN, chunk_kda_from_logits
 
     A_log, dt_bias, lower_bound = gate
-    reset = None
-    if segment_ids is not None:
-        where = segments(segment_ids)
-        nothing = Inputs(0, 0, 0, NO_TOKEN, NO_TOKEN)  # what makes a token do nothing
-        valid = [where.valid.reshape(*where.valid.shape, *(1,) * (a.ndim - 2)) for a in logits]
-        logits = Inputs(*(jnp.where(keep, a, zero) for keep, a, zero in zip(valid, logits, nothing, strict=True)))
-        reset = where.reset
+    reset = None if segment_ids is None else segments(segment_ids).reset
+    q, k, v, *rest = without_padding(logits, segment_ids, NO_TOKEN)
+    logits = Inputs(*(a.astype(jnp.result_type(q, k, v)) for a in (q, k, v)), *rest)
     options = dict(scale=scale, chunk_size=chunk_size, lower_bound=lower_bound)
 
     def local(_, *args):

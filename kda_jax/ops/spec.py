@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 Decay = Literal["none", "head", "channel"]
@@ -74,6 +75,16 @@ def need_floats(op: str, arrays: dict[str, Any]) -> None:
         need_array(op, name, x)
         if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 2:
             raise ValueError(f"{op}: {name} has dtype {x.dtype}, expected a float of 16, 32 or 64 bits")
+
+
+def need_decays(op: str, g: Any) -> None:
+    """Raises ValueError for log decays above zero, where they can be seen."""
+    if not isinstance(g, (jax.Array, np.ndarray)) or isinstance(g, jax.core.Tracer):
+        return
+    with jax.ensure_compile_time_eval():  # inside jit, jnp would trace what is done to a constant
+        largest = float(jnp.max(g, initial=-jnp.inf))
+    if largest > 0:
+        raise ValueError(f"{op}: g is a log decay and must be <= 0, but its largest value is {largest:g}")
 
 
 def need_integers(op: str, arrays: dict[str, Any]) -> None:

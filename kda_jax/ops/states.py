@@ -65,8 +65,8 @@ def chunk_states(
     state = _zero_state(inputs, dtype) if initial_state is None else initial_state.astype(dtype)
     inputs = inputs if segment_ids is None else _with_boundaries(inputs, segment_ids)
     T, K = inputs.q.shape[1], inputs.q.shape[-1]
-    if T == 0:
-        return ChunkStates(jnp.zeros_like(inputs.v), state, state[:, None])
+    if inputs.v.size == 0:  # no tokens, no rows, or values without width
+        return ChunkStates(jnp.zeros_like(inputs.v), state, jnp.repeat(state[:, None], T // chunk_size + 1, axis=1))
     chosen = choose(spec, inputs, implementation, chunk_size).chosen
     if chosen == "pallas_tpu" and sharding.parts("time", T) > 1:
         if implementation is not None:

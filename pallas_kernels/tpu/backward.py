@@ -259,6 +259,8 @@ def backward(plan: Plan, inputs: dict[str, jax.Array]) -> dict[str, jax.Array]:
     B, T, HV, _ = inputs["v"].shape
     N, S = T // plan.C, HV // plan.heads
     outputs = {"d" + n: jax.ShapeDtypeStruct(inputs[n].shape, inputs[n].dtype) for n in "qkv"}
+    if plan.share > 1:  # summed over value heads afterwards, and rounded then
+        outputs |= {"d" + n: jax.ShapeDtypeStruct(inputs[n].shape, jnp.float32) for n in "qk"}
     outputs |= {"d" + n: jax.ShapeDtypeStruct(inputs[n].shape, inputs[n].dtype) for n in ("g", "beta") if n in inputs}
     outputs |= {"d" + n: jax.ShapeDtypeStruct((B, *inputs[n].shape), jnp.float32) for n in ("rate", "bias") if n in inputs}
     outputs["dinitial"] = jax.ShapeDtypeStruct(inputs["dfinal"].shape, jnp.float32)

@@ -38,6 +38,7 @@ class Plan:
     backward_heads: int
     pack: int
     group: int
+    share: int  # value heads that every query head is repeated for beforehand, where no block of grouped heads is legal
     scale: float
     normalize: bool  # L2-normalise q and k, as one factor per token that meets their products
     reset: bool  # decays per channel with sequence starts given apart, as decays "head" of 0 or -inf

@@ -133,7 +133,7 @@ def chunk_states(
     decay = {None: "none", 3: "head", 4: "channel"}[None if g is None else g.ndim]
     sequence = {"g": g, "beta": beta, "reset": None}
     plan, inputs = prepare_call(q, k, v, sequence, initial_state, decay, scale, chunk_size, False, None)
-    out = forward(plan, inputs, ("starts",))
+    out = forward(plan, repeated(plan, inputs), ("starts",))
     return *results(out["o"], out["final"], q, v), states_of(out["starts"], q, v)
 
 
@@ -161,8 +161,6 @@ def prepare_call(q, k, v, sequence, initial_state, decay, scale, chunk_size, nor
     if v.dtype == jnp.float16:
         q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     H, HV = whole_heads(q.shape[2], v.shape[2])
-    if HV // H < v.shape[2] // q.shape[2]:
-        q, k = (jnp.repeat(x, v.shape[2] // q.shape[2], 2) for x in (q, k))
     delta, exact = sequence["beta"] is not None, v.dtype == jnp.float32
     tile = choose_tile(decay, delta, H, HV, chunk_size, K, V, exact)
     plan = Plan(
@@ -175,6 +173,7 @@ def prepare_call(q, k, v, sequence, initial_state, decay, scale, chunk_size, nor
         backward_heads=tile.backward,
         pack=max(p for p in (1, 2, 4, 8) if p * chunk_size <= LANES and all(heads % p == 0 for heads in tile)),
         group=HV // H,
+        share=v.shape[2] // q.shape[2] // (HV // H),
         scale=float(K**-0.5 if scale is None else scale),
         normalize=normalize,
         reset=sequence["reset"] is not None,
@@ -222,11 +221,11 @@ def pad(x: jax.Array, shape: tuple[int, ...], value: float = 0.0) -> jax.Array:
 def kernel_inputs(plan: Plan, q, k, v, sequence, initial_state, HV: int) -> dict[str, jax.Array]:
     """Pads T to whole chunks (decay 1, beta 0, nothing written), K and V to whole lanes, heads to HV."""
     B, T = v.shape[:2]
-    T, H = -(-T // plan.C) * plan.C, HV // plan.group
+    T, H = -(-T // plan.C) * plan.C, HV // plan.group if plan.share == 1 else q.shape[2]
     inputs = {"q": pad(q, (B, T, H, plan.K)), "k": pad(k, (B, T, H, plan.K)), "v": pad(v, (B, T, HV, plan.V))}
     g, beta, reset = (sequence[n] for n in ("g", "beta", "reset"))
     if g is not None:
-        g = g.astype(jnp.float32) if g.ndim == 3 else g
+        g = g.astype(jnp.float32) if g.ndim == 3 or g.dtype == jnp.float16 else g
         inputs["g"] = pad(g, (B, T, HV) if g.ndim == 3 else (B, T, HV, plan.K), 0.0 if plan.gate is None else NO_TOKEN)
     if beta is not None:
         inputs["beta"] = pad(beta.astype(jnp.float32), (B, T, HV))
@@ -239,15 +238,29 @@ def kernel_inputs(plan: Plan, q, k, v, sequence, initial_state, HV: int) -> dict
     return inputs
 
 
+def repeated(plan: Plan, inputs: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """q and k with a head for every value head, where `plan.share` asks for it."""
+    if plan.share == 1:
+        return inputs
+    whole = lambda x: pad(jnp.repeat(x, plan.share, 2), (*x.shape[:2], inputs["v"].shape[2], plan.K))
+    return inputs | {n: whole(inputs[n]) for n in "qk"}
+
+
+def summed(plan: Plan, gradient: jax.Array, x: jax.Array) -> jax.Array:
+    """Transpose of `repeated` for x [B, T, H, K]: the float32 gradients of its value heads, summed and rounded once."""
+    B, T, H, K = x.shape
+    return gradient[:, :, : H * plan.share].reshape(B, T, H, plan.share, K).sum(3).astype(x.dtype)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def chunk_core(plan: Plan, inputs: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Kernel-shaped inputs (see forward) -> (o, final [B, HV, V, K])."""
-    out = forward(plan, inputs)
+    out = forward(plan, repeated(plan, inputs))
     return out["o"], out["final"]
 
 
 def core_forward(plan: Plan, inputs: dict[str, jax.Array]):
-    out = forward(plan, inputs, ("states", "inverse"))
+    out = forward(plan, repeated(plan, inputs), ("states", "inverse"))
     saved = {n: checkpoint_name(out[n], f"chunk_{n}") for n in ("states", "inverse") if n in out}
     return (out["o"], out["final"]), (inputs, saved)
 
@@ -255,9 +268,11 @@ def core_forward(plan: Plan, inputs: dict[str, jax.Array]):
 def core_backward(plan: Plan, saved, cotangents):
     inputs, residuals = saved
     do, dfinal = cotangents
-    taken = {n: x for n, x in inputs.items() if n != "initial"}
+    taken = {n: x for n, x in repeated(plan, inputs).items() if n != "initial"}
     out = backward(plan, {**taken, **residuals, "do": do, "dfinal": dfinal})
     gradients = {n: out["d" + n] if "d" + n in out else None for n in inputs}
+    if plan.share > 1:
+        gradients |= {n: summed(plan, gradients[n], inputs[n]) for n in "qk"}
     return (gradients | {n: gradients[n].sum(0) for n in ("rate", "bias") if n in inputs},)
 
 

@@ -100,10 +100,10 @@ def vmem_bytes(decay: str, heads: int, C: int, K: int, V: int, exact: bool, back
     return heads * (2 * blocks + SCRATCH[decay][backward] * C * (K + V) * 4 * (1 + exact))
 
 
-def refusal(q, v, g, beta, chunk_size: int) -> str | None:
+def refusal(q, k, v, g, beta, chunk_size: int) -> str | None:
     """The sentence of `choose_tile` for a call with arrays of these shapes and dtypes, or None where a tile fits."""
     decay = {None: "none", 3: "head", 4: "channel"}[None if g is None else len(g.shape)]
-    exact = jax.numpy.result_type(q, v) != jax.numpy.bfloat16
+    exact = jax.numpy.result_type(q, k, v) != jax.numpy.bfloat16
     try:
         choose_tile(decay, beta is not None, *whole_heads(q.shape[2], v.shape[2]), chunk_size, q.shape[3], v.shape[3], exact)
     except NotImplementedError as error:
