@@ -81,6 +81,14 @@ def test_remat_and_scan_lower():
     export(jax.grad(loss), a)
 
 
+@pytest.mark.parametrize(("names", "kernels"), [((), 3), (("chunk_states", "chunk_inverse", "chunk_o", "chunk_final"), 2)])
+def test_kept_by_name_the_forward_runs_once(names, kernels):
+    """With what follows needing the output again: forward and backward, and the forward once more where nothing is kept."""
+    a, policy = abstract("head", True, H=2, HV=2), jax.checkpoint_policies.save_only_these_names(*names)
+    layer = jax.checkpoint(lambda a: jnp.sum(jnp.sin(chunk_recurrence(**a)[0].astype(jnp.float32))), policy=policy)
+    assert export(jax.value_and_grad(layer), a).mlir_module().count("tpu_custom_call") == kernels
+
+
 @pytest.mark.parametrize(
     ("change", "kind", "words"),
     [
