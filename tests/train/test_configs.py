@@ -1,6 +1,7 @@
 """The runs in configs/: each loads, describes a model, and says how it is run."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -16,5 +17,5 @@ RUNS = sorted(str(p.relative_to(CONFIGS)) for p in CONFIGS.rglob("*.py") if p.na
 def test_run_file(name):
     config = load_config_file(CONFIGS / name)
     docstring = ast.get_docstring(ast.parse((CONFIGS / name).read_text()))
-    assert f"kda-jax train --config configs/{name}" in docstring
+    assert re.search(rf"    kda-jax (train|bench --meshes .+) --config configs/{re.escape(name)}", docstring)
     assert models.count(config.model).total > 0
