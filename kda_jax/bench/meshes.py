@@ -10,7 +10,6 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -133,7 +132,7 @@ def running(config: RunConfig, mesh: sharding.MeshConfig | None) -> Iterator[Cal
         yield step
 
 
-def _batch(config: RunConfig, number: int) -> Any:
+def _batch(config: RunConfig, number: int) -> Batch:
     shape = config.train.batch_size, config.data.seq_len + 1
     tokens = np.random.default_rng(number).integers(0, config.model.vocab_size, shape).astype(np.int32)
     return Batch(tokens, np.ones_like(tokens))

@@ -10,12 +10,11 @@ from flax import nnx
 
 import kda_jax
 from kda_jax.checkpoint import Checkpoints, load_run, write_json
-from kda_jax.config import DataConfig, RunConfig, TrainConfig, to_dict
+from kda_jax.config import RunConfig, TrainConfig, to_dict
 from kda_jax.hf.load import inspect, load
 from kda_jax.hf.save import Partial, refuse_occupied, save
+from kda_jax.hf.text import tokenizer_of
 from kda_jax.train.state import TrainState, flatten, split
-
-_GPT2_VOCABULARY = 50257
 
 
 def import_run(directory: str | Path, run_dir: str | Path, say: Callable[[str], None] = print) -> None:
@@ -31,7 +30,7 @@ def import_run(directory: str | Path, run_dir: str | Path, say: Callable[[str], 
     config = RunConfig(
         name=run_dir.absolute().name,
         model=checkpoint.config,
-        data=_data(Path(directory), checkpoint.config.vocab_size),
+        data=tokenizer_of(directory, checkpoint.config.vocab_size),
         train=TrainConfig(compute_dtype="bfloat16" if narrow == {"bfloat16"} else "float32"),
     )
     params = load(directory, dtype=jnp.float32).params  # a run directory holds float32 masters
@@ -52,14 +51,6 @@ def import_run(directory: str | Path, run_dir: str | Path, say: Callable[[str], 
     say(f"{len(checkpoint.tensors):,} tensors used, {len(checkpoint.ignored)} ignored{_listed(checkpoint.ignored)}")
     size = sum(leaf.size for leaf in flatten(params).values()) + sum(leaf.size for leaf in flatten(buffers).values())
     say(f"{type(checkpoint.config).__name__}: {size:,} parameters in {run_dir}")
-
-
-def _data(directory: Path, vocab_size: int) -> DataConfig:
-    """The tokenizer that lies beside a checkpoint."""
-    for name, tokenizer in (("tiktoken.model", "kimi"), ("tokenizer.json", "json")):
-        if (directory / name).is_file():
-            return DataConfig(tokenizer=tokenizer, vocabulary=str(directory.absolute()))
-    return DataConfig(tokenizer="gpt2" if vocab_size == _GPT2_VOCABULARY else "bytes")
 
 
 def export_run(

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kda_jax import sharding
-from kda_jax.ops.dispatch import tpu_only
-from kda_jax.ops.spec import REGISTRY, Inputs, OpSpec, need_array, need_decays, need_floats, need_integers
+from kda_jax.ops.dispatch import find, tpu_only
+from kda_jax.ops.spec import Inputs, OpSpec, need_array, need_decays, need_floats, need_integers
 
 
 @typing.no_type_check  # its own checks raise ValueError with the name and shape of the argument
@@ -53,7 +53,7 @@ def decode(
         >>> o.ravel().tolist(), pool.ravel().tolist()      # both outputs; the state took the first token
         ([1.0, 2.0], [0.0, 1.0, 0.0])
     """
-    spec, inputs = _named(op, arrays)
+    spec, inputs = find(op, arrays)
     name = spec.name
     _check(spec, pool, slots, inputs, advance)
     if implementation not in (None, "xla", "pallas_tpu"):
@@ -69,17 +69,6 @@ def decode(
         with tpu_only(name):
             return tpu.decode(pool, slots, *inputs, advance=advance, scale=scale)
     return _decode_xla(spec, pool, slots, inputs, advance, scale)
-
-
-def _named(op: str | Callable, arrays: tuple) -> tuple[OpSpec, Inputs]:
-    """The recurrence, and its arrays by name."""
-    name = op if isinstance(op, str) else op.__name__
-    if name not in REGISTRY:
-        raise ValueError(f"op: no recurrence is named {name!r}; there are {', '.join(REGISTRY)}")
-    spec = REGISTRY[name]
-    if len(arrays) != len(spec.arguments):
-        raise ValueError(f"{name} takes {len(spec.arguments)} arrays ({', '.join(spec.arguments)}), got {len(arrays)}")
-    return spec, Inputs(**(dict.fromkeys(Inputs._fields) | dict(zip(spec.arguments, arrays, strict=True))))
 
 
 def _decode_xla(spec: OpSpec, pool, slots, inputs: Inputs, advance, scale) -> tuple[Array, Array]:

@@ -191,10 +191,14 @@ def run_pallas_tpu(
     """The fused TPU kernels, forward and backward."""
     from pallas_kernels.tpu import chunk_recurrence
 
-    q, k, v, g, beta = inputs
-    q, k, v = (x.astype(jnp.result_type(q, k, v)) for x in (q, k, v))
     with tpu_only(spec.name):
-        return chunk_recurrence(q, k, v, g, beta, initial_state, scale=scale, chunk_size=chunk_size, normalize=normalize)
+        return chunk_recurrence(*one_dtype(inputs), initial_state, scale=scale, chunk_size=chunk_size, normalize=normalize)
+
+
+def one_dtype(inputs: Inputs) -> Inputs:
+    """q, k and v in the widest of their dtypes, as kernels take them."""
+    dtype = jnp.result_type(*inputs[:3])
+    return inputs._replace(q=inputs.q.astype(dtype), k=inputs.k.astype(dtype), v=inputs.v.astype(dtype))
 
 
 @contextlib.contextmanager
@@ -218,8 +222,8 @@ def check_logits(spec, logits: Inputs, parameters: dict, initial_state, segment_
 
 
 def without_padding(logits: Inputs, segment_ids, gate: float = 0.0) -> Inputs:
-    """Arguments before their gates and norms, with zeros for what a padding token holds, NaN perhaps, and `gate` for its logits: what is
-    computed from them, and its derivative, is finite.
+    """Arguments with zeros for what a padding token holds, NaN perhaps, and `gate` for its g and beta, or their logits: done before norms
+    and gates, what is computed from them, and its derivative, is finite.
     """
     if segment_ids is None:
         return logits
@@ -230,15 +234,9 @@ def without_padding(logits: Inputs, segment_ids, gate: float = 0.0) -> Inputs:
 
 def _with_boundaries(inputs: Inputs, segment_ids) -> Inputs:
     """Padding becomes a token that does nothing; the first token of a new sequence gets a decay of -inf, which forgets all before it."""
-    where = segments(segment_ids)
-    q, k, v, g, beta = inputs
-
-    def real(x):
-        return jnp.where(where.valid.reshape(*where.valid.shape, *(1,) * (x.ndim - 2)), x, 0)
-
-    g = jnp.zeros(v.shape[:3], jnp.float32) if g is None else real(g)
-    reset = where.reset.reshape(*where.reset.shape, *(1,) * (g.ndim - 2))
-    return Inputs(real(q), real(k), real(v), jnp.where(reset, -jnp.inf, g), None if beta is None else real(beta))
+    inputs, reset = without_padding(inputs, segment_ids), segments(segment_ids).reset
+    g = jnp.zeros(inputs.v.shape[:3], jnp.float32) if inputs.g is None else inputs.g
+    return inputs._replace(g=jnp.where(reset.reshape(*reset.shape, *(1,) * (g.ndim - 2)), -jnp.inf, g))
 
 
 def _zero_state(inputs: Inputs, dtype):

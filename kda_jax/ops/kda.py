@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kda_jax import sharding
-from kda_jax.ops.dispatch import check_logits, choose, names_of, run, tpu_only, without_padding
+from kda_jax.ops.dispatch import check_logits, choose, names_of, one_dtype, run, tpu_only, without_padding
 from kda_jax.ops.gates import kda_gate
 from kda_jax.ops.norms import l2_norm
 from kda_jax.ops.segments import segments
@@ -175,8 +175,7 @@ def _fused(logits: Inputs, gate, scale, initial_state, segment_ids, chunk_size) 
 
     A_log, dt_bias, lower_bound = gate
     reset = None if segment_ids is None else segments(segment_ids).reset
-    q, k, v, *rest = without_padding(logits, segment_ids, NO_TOKEN)
-    logits = Inputs(*(a.astype(jnp.result_type(q, k, v)) for a in (q, k, v)), *rest)
+    logits = one_dtype(without_padding(logits, segment_ids, NO_TOKEN))
     options = dict(scale=scale, chunk_size=chunk_size, lower_bound=lower_bound)
 
     def local(_, *args):

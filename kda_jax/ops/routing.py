@@ -61,18 +61,7 @@ def route(
         >>> ops.route(jnp.array([[2.0, 1.0, 0.0, -1.0]]), top_k=2, renormalize=True, scaling_factor=1.0).experts.tolist()
         [[0, 1]]
     """
-    need_floats("route", dict(logits=logits, **({} if bias is None else {"bias": bias})))
-    if logits.ndim not in (2, 3):
-        raise ValueError(f"logits has shape {logits.shape}; expected [N, E] or [B, T, E]")
-    E = logits.shape[-1]
-    if bias is not None and bias.shape != (E,):
-        raise ValueError(f"bias has shape {bias.shape}; expected {(E,)}")
-    if activation not in ("sigmoid", "softmax"):
-        raise ValueError(f"activation is {activation!r}; expected 'sigmoid' or 'softmax'")
-    if E % num_groups or not 1 <= top_groups <= num_groups:
-        raise ValueError(f"num_groups={num_groups}, top_groups={top_groups} do not fit {E} experts; expected a divisor and a part of it")
-    if not 1 <= top_k <= E // num_groups * top_groups:
-        raise ValueError(f"top_k is {top_k}; expected 1 to {E // num_groups * top_groups}, the experts a token may choose from")
+    _check(logits, bias, top_k, activation, num_groups, top_groups)
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     scores = jax.nn.sigmoid(logits) if activation == "sigmoid" else jax.nn.softmax(logits, axis=-1)
     selection = jax.lax.stop_gradient(scores if bias is None else scores + bias)
@@ -87,6 +76,22 @@ def route(
     if renormalize:
         weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
     return Routing(experts.astype(jnp.int32), weights * scaling_factor)
+
+
+def _check(logits, bias, top_k: int, activation: str, num_groups: int, top_groups: int) -> None:
+    """One sentence for every way the arguments of `route` can be wrong."""
+    need_floats("route", dict(logits=logits, **({} if bias is None else {"bias": bias})))
+    if logits.ndim not in (2, 3):
+        raise ValueError(f"logits has shape {logits.shape}; expected [N, E] or [B, T, E]")
+    E = logits.shape[-1]
+    if bias is not None and bias.shape != (E,):
+        raise ValueError(f"bias has shape {bias.shape}; expected {(E,)}")
+    if activation not in ("sigmoid", "softmax"):
+        raise ValueError(f"activation is {activation!r}; expected 'sigmoid' or 'softmax'")
+    if E % num_groups or not 1 <= top_groups <= num_groups:
+        raise ValueError(f"num_groups={num_groups}, top_groups={top_groups} do not fit {E} experts; expected a divisor and a part of it")
+    if not 1 <= top_k <= E // num_groups * top_groups:
+        raise ValueError(f"top_k is {top_k}; expected 1 to {E // num_groups * top_groups}, the experts a token may choose from")
 
 
 def _by_token(f: Callable[[Shards, Array], Array], x: Array) -> Array:

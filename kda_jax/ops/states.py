@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from kda_jax import sharding
 from kda_jax.ops.chunkwise import chunkwise_states
-from kda_jax.ops.dispatch import _validate, _with_boundaries, _zero_state, choose, find, names_of, run_scan, tpu_only
+from kda_jax.ops.dispatch import _validate, _with_boundaries, _zero_state, choose, find, names_of, one_dtype, run_scan, tpu_only
 from kda_jax.ops.spec import Inputs, OpSpec
 
 
@@ -107,9 +107,7 @@ def _run_pallas_tpu(spec: OpSpec, inputs: Inputs, *, scale: float, initial_state
     from pallas_kernels import tpu
 
     def kernel(inputs: Inputs, state: Array) -> tuple[Array, Array, Array]:
-        q, k, v, g, beta = inputs
-        q, k, v = (x.astype(jnp.result_type(q, k, v)) for x in (q, k, v))
-        o, end, starts = tpu.chunk_states(q, k, v, g, beta, state, scale=scale, chunk_size=chunk_size)
+        o, end, starts = tpu.chunk_states(*one_dtype(inputs), state, scale=scale, chunk_size=chunk_size)
         return o, end, jnp.moveaxis(starts, 1, 0)
 
     def local(_, *parts: Array | None) -> tuple[Array, Array, Array]:

@@ -30,8 +30,12 @@ def check(name, problem, implementation, chunk_size, limit_of):
         assert error.rms <= limit_of(result), f"{name} {implementation} {result}: {error} exceeds {limit_of(result):.0e}"
 
 
+def ordinary_limit(result):
+    return TIGHT.output if result in ("o", "final_state") else TIGHT.gradient
+
+
 def check_ordinary(name, problem, implementation, chunk_size=64):
-    check(name, problem, implementation, chunk_size, lambda result: TIGHT.output if result in ("o", "final_state") else TIGHT.gradient)
+    check(name, problem, implementation, chunk_size, ordinary_limit)
 
 
 def check_extreme(name, problem, implementation, chunk_size=64):
@@ -58,10 +62,11 @@ def test_grouped_value_heads(name, decay, implementation, share):
 @pytest.mark.parametrize(("K", "V"), [(16, 20), (20, 16), (24, 32), (60, 100), (64, 128), (96, 64), (100, 60), (128, 256), (256, 128)])
 def test_widths(name, decay, implementation, K, V):
     """R192. With one decay per head and 32,768 elements of state, a decay's gradient is a sum of terms of total size 433 that cancels to
-    0.4 (1,428 to 4 in another draw): float32 products leave 1e-6 to 2.1e-6 of it, in "xla" as in the kernels.
+    0.4: float32 products leave 1.2e-6 of it in "xla", 2.1e-6 in the interpreted kernels, which alone get twice the limit there.
     """
-    ill_conditioned = decay == "head" and K * V >= 2**15
-    (check_extreme if ill_conditioned else check_ordinary)(name, problem_of(name, decay, K=K, V=V), implementation)
+    factor = {"dg": 2} if implementation == "pallas_tpu" and decay == "head" and K * V >= 2**15 else {}
+    limit_of = lambda result: factor.get(result, 1) * ordinary_limit(result)
+    check(name, problem_of(name, decay, K=K, V=V), implementation, 64, limit_of)
 
 
 @every_op
