@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from kda_jax.errors import UserError
 from kda_jax.generate import stop_set
+from kda_jax.hf.text import tokenizer_of
 from kda_jax.released_tokenizers import JsonTokenizer, KimiTokenizer
 from kda_jax.tokenizer import Tokenizer as Protocol
 from kda_jax.tokenizer import build
@@ -158,8 +159,8 @@ def test_end_of_text_of_tokenizer_config(json_directory, tmp_path):
     assert found.decode_bytes([found.end_of_text]) == b""
 
 
-def test_import_finds_the_tokenizer_beside_a_checkpoint(directory, json_directory):
-    from kda_jax.hf.runs import _data
-
-    assert (_data(directory, 999).tokenizer, _data(json_directory, 999).tokenizer) == ("kimi", "json")
-    assert _data(directory, 999).vocabulary == str(directory)
+def test_import_finds_the_tokenizer_beside_a_checkpoint(directory, json_directory, tmp_path):
+    found = tokenizer_of(directory, 999)
+    assert (found.tokenizer, found.vocabulary) == ("kimi", str(directory))
+    assert tokenizer_of(json_directory, 999).tokenizer == "json"
+    assert [tokenizer_of(tmp_path, size).tokenizer for size in (50257, 999)] == ["gpt2", "bytes"]
