@@ -17,6 +17,7 @@ from kda_jax.ops.spec import REGISTRY, Inputs, OpSpec, RecurrenceOutput, need_de
 from kda_jax.sharding import Shards, local_map
 
 IMPLEMENTATIONS = ("scan", "xla", "pallas_tpu", "pallas_gpu")
+GPU_KERNELS_BY_DEFAULT = False  # no GPU has run them yet; True lets `implementation=None` choose them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,18 +90,22 @@ def choose(spec: OpSpec, inputs: Inputs, implementation: str | None, chunk_size:
         NotImplementedError: the named implementation does not apply, with the reason.
     """
     T = inputs.q.shape[1]
-    refused = {"pallas_tpu": _refused_by_tpu_kernel(inputs, chunk_size), "pallas_gpu": "no GPU kernel is written yet"}
+    refused = {"pallas_tpu": _refused_by_tpu_kernel(inputs, chunk_size), "pallas_gpu": _refused_by_gpu_kernel(inputs, chunk_size)}
     if implementation is not None:
         if refused.get(implementation):
             raise NotImplementedError(f"{spec.name}: implementation {implementation!r} does not apply: {refused[implementation]}")
         named = {name: "named by the caller" if name == implementation else "not named by the caller" for name in IMPLEMENTATIONS}
         return Explanation(spec.name, implementation, named | {name: why for name, why in refused.items() if why})
-    refused["pallas_tpu"] = refused["pallas_tpu"] or _no_tpu()
-    chosen = "scan" if T == 1 else "xla" if refused["pallas_tpu"] else "pallas_tpu"
+    refused["pallas_tpu"] = refused["pallas_tpu"] or not_on("tpu")
+    untried = None if GPU_KERNELS_BY_DEFAULT else "no GPU has run it yet: it must be named"
+    refused["pallas_gpu"] = refused["pallas_gpu"] or untried or not_on("gpu")
+    chosen = "scan" if T == 1 else next(name for name in ("pallas_tpu", "pallas_gpu", "xla") if not refused.get(name))
+    kernel = "one token needs no chunk" if T == 1 else "fused chunkwise kernel"
     reasons = {
         "scan": "one token: the step itself" if T == 1 else f"one token at a time over T = {T} is slower than chunks",
         "xla": "one token needs no chunk" if T == 1 else "chunkwise on any device, exact for every gate",
-        "pallas_tpu": "one token needs no chunk" if T == 1 else "fused chunkwise kernel",
+        "pallas_tpu": kernel,
+        "pallas_gpu": kernel,
     }
     return Explanation(spec.name, chosen, reasons | {name: why for name, why in refused.items() if why})
 
@@ -121,9 +126,26 @@ def _refused_by_tpu_kernel(inputs: Inputs, chunk_size: int) -> str | None:
     return vmem_refusal(*inputs, chunk_size)
 
 
-def _no_tpu() -> str | None:
-    if sharding.platform() != "tpu":
-        return f"this process computes on {sharding.platform()}"
+def _refused_by_gpu_kernel(inputs: Inputs, chunk_size: int) -> str | None:
+    """Why the GPU kernels cannot take these arguments here; None if they can."""
+    if inputs.v.size == 0:
+        return "there is nothing to compute"
+    from pallas_kernels.gpu import refusal
+
+    if sharding.parts("time", inputs.q.shape[1]) > 1:
+        return "the mesh splits time"
+    return refusal(*inputs, chunk_size) or _elsewhere("gpu")
+
+
+def _elsewhere(platform: str) -> str | None:
+    here = sharding.platform()
+    return None if here == platform or (here, platform) == ("cuda", "gpu") else f"this process computes on {here}"
+
+
+def not_on(platform: str) -> str | None:
+    """Why a call that names nothing does not take the kernels of a platform."""
+    if why := _elsewhere(platform):
+        return why
     if jax.device_count() > 1 and sharding.ambient() is None and not sharding.inside_shard_map():
         return "several devices and no mesh (`jax.set_mesh`): a kernel cannot be partitioned automatically"
     return None
@@ -195,6 +217,13 @@ def run_pallas_tpu(
         return chunk_recurrence(*one_dtype(inputs), initial_state, scale=scale, chunk_size=chunk_size, normalize=normalize)
 
 
+def run_pallas_gpu(spec: OpSpec, inputs: Inputs, *, scale: float, initial_state: jax.Array, chunk_size: int) -> tuple[jax.Array, jax.Array]:
+    """The fused GPU kernels, forward and backward."""
+    from pallas_kernels.gpu import chunk_kda
+
+    return chunk_kda(*one_dtype(inputs), initial_state, scale=scale, chunk_size=chunk_size)
+
+
 def one_dtype(inputs: Inputs) -> Inputs:
     """q, k and v in the widest of their dtypes, as kernels take them."""
     dtype = jnp.result_type(*inputs[:3])
@@ -209,10 +238,10 @@ def tpu_only(name: str):
     except ValueError as error:
         if "interpret mode" not in str(error):
             raise
-        raise NotImplementedError(f"{name}: implementation 'pallas_tpu' does not apply: {_no_tpu()}") from error
+        raise NotImplementedError(f"{name}: implementation 'pallas_tpu' does not apply: {not_on('tpu')}") from error
 
 
-_RUNNERS = {"scan": run_scan, "xla": run_xla, "pallas_tpu": run_pallas_tpu}
+_RUNNERS = {"scan": run_scan, "xla": run_xla, "pallas_tpu": run_pallas_tpu, "pallas_gpu": run_pallas_gpu}
 
 
 def check_logits(spec, logits: Inputs, parameters: dict, initial_state, segment_ids, chunk_size, implementation) -> None:

@@ -68,9 +68,10 @@ def chunk_states(
     if inputs.v.size == 0:  # no tokens, no rows, or values without width
         return ChunkStates(jnp.zeros_like(inputs.v), state, jnp.repeat(state[:, None], T // chunk_size + 1, axis=1))
     chosen = choose(spec, inputs, implementation, chunk_size).chosen
-    if chosen == "pallas_tpu" and sharding.parts("time", T) > 1:
+    why = "its kernels return no states" if chosen == "pallas_gpu" else "the mesh splits time" if sharding.parts("time", T) > 1 else None
+    if chosen.startswith("pallas") and why:
         if implementation is not None:
-            raise NotImplementedError(f"{spec.name}: implementation 'pallas_tpu' does not apply: the mesh splits time")
+            raise NotImplementedError(f"{spec.name}: implementation {chosen!r} does not apply: {why}")
         chosen = "xla"
     o, final_state, starts = _RUNNERS[chosen](
         spec, inputs, scale=K**-0.5 if scale is None else scale, initial_state=state, chunk_size=chunk_size

@@ -1,0 +1,89 @@
+"""The kernel of what a chunk does to any state, one program a chunk and head: decayed products, inverse and decayed q and k.
+
+Decays per channel weigh q_i . k_j by 2^(sum of g over j < t <= i). A binary hierarchy splits every weight at the middle of the smallest
+power-of-two block that holds both tokens, so both factors are at most 1; every exponent is a sum of the log decays of the very tokens it
+spans, a product with a 0/1 matrix, so nothing cancels and a decay of zero is exact. A level is then one exponential tile and two products.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.gpu.plan import (
+    Plan,
+    Terms,
+    by_level,
+    dot,
+    log2_decay,
+    masked_sum,
+    once,
+    pairs_of_level,
+    spans_of_level,
+    square,
+    store,
+    terms,
+)
+
+
+def decays(plan: Plan, g: Terms) -> tuple[jax.Array, jax.Array]:
+    """[C, K] decays from the chunk's start to each token, it included, and from each token, excluded, to the chunk's end."""
+    i, t = square(plan)
+    return jnp.exp2(masked_sum(plan, t <= i, g)), jnp.exp2(masked_sum(plan, t > i, g))
+
+
+def level_factor(plan: Plan, level, g: Terms) -> jax.Array:
+    """[C, K]: what tokens decay by at a level, see `spans_of_level`."""
+    return jnp.exp2(masked_sum(plan, spans_of_level(plan, level), g))
+
+
+def inverse(plan: Plan, a: jax.Array) -> jax.Array:
+    """Strictly lower A [C, C] float32 -> (I + A)^-1 float32.
+
+    Block doubling: with X the inverse of the s x s diagonal blocks and L the blocks that join them in pairs, X - X L X is the inverse of
+    the 2s x 2s ones. No power of A is ever formed, so correlated keys do not blow it up. In bfloat16 one Newton step
+    X + X (I - X - A X), its residual with A in two terms, leaves the square of the error of one-pass products.
+    """
+    i, j = square(plan)
+    eye = jnp.where(i == j, 1.0, 0.0)
+    x = eye - jnp.where(pairs_of_level(plan, 0), a, 0.0)
+    for level in range(1, plan.levels):
+        joined = once(plan, jnp.where(pairs_of_level(plan, level), a, 0.0))
+        x16 = once(plan, x)
+        x = x - dot(plan, once(plan, dot(plan, x16, joined)), x16)
+    if plan.exact:
+        return x
+    x16 = once(plan, x)
+    x32 = x16.astype(jnp.float32)
+    residual = eye - x32 - dot(plan, a, x16)
+    return x32 + dot(plan, x16, once(plan, residual))
+
+
+def chunk_kernel(plan: Plan, block: int, solve: bool, q, k, g, beta, q_in, k_in, k_out, total, qk, *inverses):
+    """q, k [C, K], g [C, K], beta [C] -> in terms q, k decayed from the chunk's start, k to its end [C, K], the products q . k [C, C] and,
+    if `solve`, the inverse [C, C]; and the state's decay [K]. `block` channels are taken at a time."""
+    i, j = square(plan)
+    kinds = 1 + solve
+
+    def channels(n, products):
+        own = pl.ds(n * block, block)
+        queries, keys, logs = q[:, own].astype(jnp.float32), k[:, own].astype(jnp.float32), log2_decay(g[:, own])
+        total[own] = jnp.exp2(jnp.sum(logs, 0))
+        logs = terms(plan, logs)
+        into, outof = decays(plan, logs)
+        for ref, x in ((q_in, queries * into), (k_in, keys * into), (k_out, keys * outof)):
+            store(ref, terms(plan, x), slice(None), own)
+
+        def level(m, products):
+            factor, pairs = level_factor(plan, m, logs), pairs_of_level(plan, m)
+            rows, columns = terms(plan, queries * factor), terms(plan, keys * factor)
+            found = [dot(plan, x, columns, (1, 1)) for x in (rows, columns)[:kinds]]
+            return [x + jnp.where(pairs, y, 0.0) for x, y in zip(products, found, strict=True)]
+
+        diagonal = jnp.where(i == j, jnp.sum(queries * keys, 1)[:, None], 0.0)  # no decay between a token and itself
+        return by_level(plan, level, [products[0] + diagonal, *products[1:]])
+
+    products = lax.fori_loop(0, plan.K // block, channels, [jnp.zeros((plan.C, plan.C), jnp.float32)] * kinds)
+    store(qk, terms(plan, products[0]))
+    if solve:
+        store(inverses[0], terms(plan, inverse(plan, products[1] * beta[...][:, None])))

@@ -1,0 +1,112 @@
+"""The GPU kernels behind `ops.kda`: interpreted on this CPU against the chunkwise form, lowered for a GPU, refused with a reason."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import pallas_kernels.gpu
+from kda_jax import ops
+from kda_jax.ops import dispatch
+from kda_jax.testing import TOLERANCE, assert_close
+from tests.kernels.test_gpu_kda import export, on_an_h200
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """The kernels run where there is no GPU."""
+    monkeypatch.setattr(dispatch, "_elsewhere", lambda platform: None)
+    monkeypatch.setattr(pallas_kernels.gpu, "chunk_kda", functools.partial(pallas_kernels.gpu.chunk_kda, interpret=True))
+
+
+def inputs(**sizes):
+    return ops.REGISTRY["kda"].make_inputs(jax.random.key(1), **{"B": 2, "T": 40, "H": 1, "HV": 2, **sizes})
+
+
+def test_packed_rows_and_an_initial_state(interpreted):
+    """A sequence starts inside a chunk, one is a single token, the row ends in padding that holds NaN: values and gradients."""
+    arrays, state = inputs(), jax.random.normal(jax.random.key(2), (2, 2, 16, 8))
+    ids = jnp.array([[1] * 17 + [2] + [3] * 14 + [0] * 8, [4] * 40])
+    arrays = arrays._replace(v=arrays.v.at[0, 32:].set(jnp.nan))
+
+    def both(implementation):
+        def call(state, *arrays):
+            return tuple(ops.kda(*arrays, initial_state=state, segment_ids=ids, chunk_size=16, implementation=implementation))
+
+        out, pull = jax.vjp(call, state, *arrays)
+        return dict(zip(("o", "final", "dstate", "dq", "dk", "dv", "dg", "dbeta"), out + pull(jax.tree.map(jnp.cos, out)), strict=True))
+
+    found, want = jax.jit(both, static_argnums=0)("pallas_gpu"), jax.jit(both, static_argnums=0)("xla")
+    for name in want:
+        assert_close(name, found[name], want[name], TOLERANCE["float32"].gradient)
+
+
+def test_layers_path(interpreted):
+    """kda_from_logits takes the kernels after its norms and gate; mixed dtypes meet in the widest."""
+    q, k, v, x, beta = inputs()
+    arrays = 3 * q, (2 * k).astype(jnp.bfloat16), v, 2 + x, 4 * beta - 2, jnp.array([0.1, -0.3]), 0.1 * x[0, 0]
+    call = functools.partial(ops.kda_from_logits, *arrays, lower_bound=-5.0, chunk_size=16)
+    assert_close("o", call(implementation="pallas_gpu").o, call(implementation="xla").o, TOLERANCE["float32"].gradient)
+
+
+def test_lowers_through_the_op():
+    def loss(*arrays):
+        return jnp.sum(ops.kda(*arrays, implementation="pallas_gpu").o.astype(jnp.float32))
+
+    arrays = inputs(K=32, V=64)
+    assert export(jax.grad(loss), *arrays).count("custom_call @__gpu$xla.gpu.triton") == 6
+
+
+def test_no_call_takes_them_unnamed():
+    """No GPU has run them: explain says so where nothing else stands in the way."""
+    with on_an_h200():
+        explanation = ops.explain("kda", *inputs())
+    assert explanation.chosen == "xla"
+    assert explanation.reasons["pallas_gpu"] == "no GPU has run it yet: it must be named"
+    assert ops.explain("kda", *inputs()).reasons["pallas_gpu"] == "this process computes on cpu"
+
+
+def test_the_switch(monkeypatch):
+    monkeypatch.setattr(dispatch, "GPU_KERNELS_BY_DEFAULT", True)
+    with on_an_h200():
+        monkeypatch.setattr(jax, "device_count", lambda: 1)
+        assert ops.explain("kda", *inputs()).chosen == "pallas_gpu"
+        assert ops.explain("kda", *inputs(T=1)).chosen == "scan"
+    assert ops.explain("kda", *inputs()).chosen == "xla"
+
+
+@pytest.mark.parametrize(
+    ("op", "sizes", "words"),
+    [
+        ("kda", {"K": 129}, "it takes K and V up to 128, got 129 and 8"),
+        ("gated_delta_rule", {}, "it takes decays per channel with the delta rule, KDA alone"),
+        ("gated_linear_attention", {}, "it takes decays per channel with the delta rule, KDA alone"),
+        ("kda", {"T": 64 * 65536, "K": 1, "V": 1, "B": 1}, "it takes up to 65535 chunks, got 4194304 tokens in chunks of 64"),
+        ("kda", {"dtype": jnp.float64}, "it computes in float32, and an argument is float64"),
+        ("kda", {}, "this process computes on cpu"),
+    ],
+)
+def test_refusals(op, sizes, words):
+    make = ops.REGISTRY[op].make_inputs
+    with jax.enable_x64(jnp.float64 in sizes.values()):
+        arrays = jax.eval_shape(lambda key: make(key, **{"B": 2, "T": 40, "H": 1, "HV": 2, **sizes}), jax.random.key(0))
+    present = [x for x in arrays if x is not None]
+    assert ops.explain(op, *present).reasons["pallas_gpu"] == words
+    with pytest.raises(NotImplementedError, match=re.escape(f"{op}: implementation 'pallas_gpu' does not apply: {words}")):
+        ops.explain(op, *present, implementation="pallas_gpu")
+
+
+def test_refusals_of_a_call():
+    with pytest.raises(NotImplementedError, match="it takes a chunk_size of 16, 32 or 64, got 128"):
+        ops.kda(*inputs(), chunk_size=128, implementation="pallas_gpu")
+    with pytest.raises(NotImplementedError, match="the GPU kernels: it takes K and V up to 128, got 16 and 130"):
+        pallas_kernels.gpu.chunk_kda(*inputs(V=130), jnp.zeros((2, 2, 16, 130)))
+    with pytest.raises(NotImplementedError, match="this process computes on cpu"):
+        jax.jit(functools.partial(ops.kda, implementation="pallas_gpu"))(*inputs())
+
+
+def test_states_before_chunks_come_from_elsewhere():
+    with on_an_h200(), pytest.raises(NotImplementedError, match="'pallas_gpu' does not apply: its kernels return no states"):
+        ops.chunk_states("kda", *inputs(), implementation="pallas_gpu")
