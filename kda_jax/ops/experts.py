@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kda_jax.ops.dispatch import not_on, tpu_only
 from kda_jax.ops.exchange import at_owners
 from kda_jax.ops.routing import Routing, capacity, expert_counts, token_names
 from kda_jax.ops.spec import need_floats, need_integers
@@ -37,7 +38,7 @@ def experts(
     *,
     activation: Callable[[Array, Array], Array] = swiglu,
     capacity_factor: float | None = None,
-    implementation: Literal["ragged", "blocks"] | None = None,
+    implementation: Literal["ragged", "blocks", "pallas_tpu"] | None = None,
 ) -> Float[Array, "*tokens D"]:
     """y_n = sum_j weights[n, j] * E_{experts[n, j]}(x_n), with E_e(x) = activation(x w1_e, x w3_e) w2_e.
 
@@ -50,14 +51,17 @@ def experts(
         w2: [E, F, D], down projection.
         activation: (gate [M, F], up [M, F]) -> [M, F].
         capacity_factor: the one that `limit` has applied to `routing`, so that owners keep room for no more than that; None for all.
-        implementation: "ragged" = `jax.lax.ragged_dot`; "blocks" = batched products of fixed-size row blocks; None = "ragged" on TPU
-            and "blocks" elsewhere, where ragged_dot computes every row with every expert, chosen when the program is lowered.
+        implementation: "pallas_tpu" = grouped products on a TPU, forward and backward; "ragged" = `jax.lax.ragged_dot`, whose gradient of
+            the weights multiplies every row with every expert, on a TPU too; "blocks" = batched products of fixed-size row blocks. None
+            = "pallas_tpu" on a TPU, "ragged" in programs for one that are lowered elsewhere without a mesh that says so, "blocks" on
+            CPUs and GPUs, where ragged_dot multiplies every row with every expert in all directions.
 
     Returns:
         [N, D] or [B, T, D] in x's dtype.
 
     Raises:
         ValueError: weights that do not fit, or an unknown implementation.
+        NotImplementedError: "pallas_tpu" does not apply; the message says why.
 
     Numerics: products in x's dtype with float32 sums; the weighted sum over a token's experts is float32, rounded once. Rows do not
         influence each other, and an expert without tokens gets a gradient of exactly zero.
@@ -118,41 +122,81 @@ def grouped_dot(
     x: Float[Array, "M D"],
     w: Float[Array, "E D F"],
     group_sizes: Int[Array, "E"],
-    implementation: Literal["ragged", "blocks"] | None = None,
+    implementation: Literal["ragged", "blocks", "pallas_tpu"] | None = None,
 ) -> Float[Array, "M F"]:
     """Each group of consecutive rows times its own matrix: the first group_sizes[0] rows times w[0], the next times w[1], and so on.
 
     Rows after the last group give zero, so a device may hold fewer rows, or none, than its buffer has room for. A group without rows
     gets a gradient of exactly zero. `implementation` as in `experts`.
     """
-    if implementation not in ("ragged", "blocks", None):
-        raise ValueError(f"implementation is {implementation!r}; expected 'ragged', 'blocks' or None")
+    if implementation not in ("ragged", "blocks", "pallas_tpu", None):
+        raise ValueError(f"implementation is {implementation!r}; expected 'ragged', 'blocks', 'pallas_tpu' or None")
+    refused = _refused(x, w)
+    if implementation == "pallas_tpu" and refused:
+        raise NotImplementedError(f"grouped_dot: implementation 'pallas_tpu' does not apply: {refused}")
+    if implementation is None and not (refused or not_on("tpu")):
+        implementation = "pallas_tpu"
     return _grouped_dot(implementation, x, w, group_sizes)
+
+
+def _refused(x: Array, w: Array) -> str | None:
+    """Why the TPU kernels cannot take these matrices on any machine; None if they can."""
+    if 0 in (*x.shape, *w.shape):
+        return "there is nothing to compute"
+    return "TPUs have no float64" if jnp.float64 in (x.dtype, w.dtype) else None
 
 
 # The choice by platform is made inside both directions: outside, each platform's residuals would be kept on all of them.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _grouped_dot(implementation: str | None, x: Array, w: Array, group_sizes: Array) -> Array:
-    return _on_platform(implementation, lambda product: product, x, w, group_sizes)
+    return _on_platform(implementation, 0, x, w, group_sizes)
 
 
 def _grouped_dot_backward(implementation: str | None, residuals: tuple[Array, Array, Array], dy: Array):
-    def pullback(product: Callable) -> Callable:
-        return lambda x, w, group_sizes, dy: jax.vjp(lambda x, w: product(x, w, group_sizes), x, w)[1](dy)
-
-    dx, dw = _on_platform(implementation, pullback, *residuals, dy)
-    return dx, jnp.where((residuals[2] > 0)[:, None, None], dw, 0), None
+    return *_on_platform(implementation, 1, *residuals, dy), None
 
 
 _grouped_dot.defvjp(lambda implementation, *args: (_grouped_dot(implementation, *args), args), _grouped_dot_backward)
 
 
-def _on_platform(implementation: str | None, wrap: Callable[[Callable], Callable], *args: Array):
-    """wrap(product)(*args) with the product that `implementation` names, or the best of the platform the program is lowered for."""
-    ragged, small, large = wrap(_ragged), wrap(functools.partial(_blocks, BLOCK_ROWS)), wrap(functools.partial(_blocks, BLOCK_ROWS_GPU))
+def _on_platform(implementation: str | None, direction: int, *args: Array):
+    """The product (direction 0) or its gradients (1) that `implementation` names, or the best where the program is lowered for."""
+    ragged, small, large = (
+        (product, functools.partial(_gradients, product))[direction]
+        for product in (_ragged, functools.partial(_blocks, BLOCK_ROWS), functools.partial(_blocks, BLOCK_ROWS_GPU))
+    )
     if implementation is None:
         return jax.lax.platform_dependent(*args, cpu=small, tpu=ragged, default=large)
-    return {"ragged": ragged, "blocks": small}[implementation](*args)
+    return {"ragged": ragged, "blocks": small, "pallas_tpu": (_pallas, _pallas_gradients)[direction]}[implementation](*args)
+
+
+def _gradients(product: Callable, x: Array, w: Array, group_sizes: Array, dy: Array) -> tuple[Array, Array]:
+    """dx and dw by JAX's own derivative of `product`."""
+    dx, dw = jax.vjp(lambda x, w: product(x, w, group_sizes), x, w)[1](dy)
+    return dx, jnp.where((group_sizes > 0)[:, None, None], dw, 0)
+
+
+def _pallas(x: Array, w: Array, group_sizes: Array) -> Array:
+    """The TPU kernels."""
+    from pallas_kernels import tpu
+
+    with tpu_only("grouped_dot"):
+        return tpu.grouped_dot(*_kernel_types(x, w), group_sizes).astype(x.dtype)
+
+
+def _pallas_gradients(x: Array, w: Array, group_sizes: Array, dy: Array) -> tuple[Array, Array]:
+    from pallas_kernels import tpu
+
+    with tpu_only("grouped_dot"):
+        wide_x, wide_w, wide_dy = _kernel_types(x, w, dy)
+        dx = tpu.grouped_dot(wide_dy, wide_w, group_sizes, transposed=True)
+        return dx.astype(x.dtype), tpu.grouped_outer(wide_x, wide_dy, group_sizes).astype(w.dtype)
+
+
+def _kernel_types(*arrays: Array) -> list[Array]:
+    """All in bfloat16 if all are, else in float32."""
+    dtype = jnp.bfloat16 if all(x.dtype == jnp.bfloat16 for x in arrays) else jnp.float32
+    return [x.astype(dtype) for x in arrays]
 
 
 def _ragged(x: Array, w: Array, group_sizes: Array) -> Array:

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from kda_jax.ops.experts import grouped_dot
 from pallas_kernels.tpu import chunk_kda_from_logits, chunk_recurrence
 
 
@@ -107,3 +108,17 @@ def test_refusals(change, kind, words):
     a |= {n: jax.ShapeDtypeStruct(x, a[n].dtype) for n, x in change.items() if n not in options}
     with pytest.raises(kind, match=words):
         jax.eval_shape(lambda a: chunk_recurrence(**a, **options), a)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize(("M", "D", "F", "E"), [(4096, 3584, 3072, 28), (8, 2304, 1024, 64), (100, 60, 20, 3)])
+def test_lowers_grouped_products(M, D, F, E, dtype):
+    """The product and both gradients, at the widths of Kimi K3 and of a decode step, and off every grid."""
+
+    def both(x, w, sizes, dy):
+        y, pull = jax.vjp(lambda x, w: grouped_dot(x, w, sizes, "pallas_tpu"), x, w)
+        return y, pull(dy)
+
+    make = jax.ShapeDtypeStruct
+    args = make((M, D), dtype), make((E, D, F), dtype), make((E,), jnp.int32), make((M, F), dtype)
+    assert export(both, *args).mlir_module().count("tpu_custom_call") >= 3
