@@ -210,8 +210,7 @@ def fingerprints(arrays: dict[str, Array]) -> dict[str, int]:
     here = {name: _fingerprint(np.asarray(x)) for name, x in arrays.items() if _is_on_host(x)}
     there = {name: x for name, x in arrays.items() if name not in here}
     if there:
-        no_mesh = jax.sharding.Mesh(np.empty((), object), ())  # the arrays' devices count, not those of a mesh that the caller has set
-        with jax.set_mesh(no_mesh):
+        with sharding.no_mesh():
             values = np.asarray(_fingerprints([sharding.untyped(x) for x in there.values()]))
         here |= zip(there, map(int, values), strict=True)
     return {name: here[name] for name in arrays}

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from kda_jax import sharding
 from kda_jax.errors import Interrupted, ProcessLost, UserError
 
 SILENCE_SECONDS = 30.0
@@ -152,7 +153,7 @@ class Vote:
             return asked
         before = self._before
         votes = jax.make_array_from_callback((jax.device_count(),), self._sharding, lambda _: np.array([asked]))
-        with jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ())):
+        with sharding.no_mesh():
             self._before = self._any(votes)
         return before is not None and bool(before)
 

@@ -15,6 +15,7 @@ All functions read the mesh that `jax.set_mesh` has set. Without one, on a mesh 
 they do nothing.
 """
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -343,6 +344,11 @@ def local_rows(count: int) -> np.ndarray:
 def activation_sharding(mesh: Mesh, names: Names, shape: Sequence[int]) -> NamedSharding:
     """Where an activation with these logical names is on `mesh`; axes before the named ones stay whole."""
     return NamedSharding(mesh, _spec(mesh.shape, ACTIVATIONS, names, shape))
+
+
+def no_mesh() -> contextlib.AbstractContextManager:
+    """For what runs where its arrays are, whichever mesh the caller has set."""
+    return jax.set_mesh(Mesh(np.empty((), object), ()))
 
 
 def untyped(x: Array) -> Array:

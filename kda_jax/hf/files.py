@@ -32,6 +32,15 @@ class Tensor(NamedTuple):
     offset: int
     """Of its first byte in the file."""
 
+    @property
+    def expansion(self) -> int:
+        """How many bytes become of one that is read."""
+        return 1
+
+    def reading(self, dtype: np.dtype) -> "Tensor":
+        """The tensor as it is read best to become `dtype`."""
+        return self
+
     def __getitem__(self, at: At) -> np.ndarray:
         """The rows that are asked for are read, and columns that are not are cut off."""
         if not self.shape:

@@ -43,14 +43,18 @@ class Plain:
         """What is wrong with the contents of a tensor of an accepted shape."""
         return None
 
-    def pieces(self, to: np.ndarray, at: At) -> Iterator[tuple[np.ndarray, At]]:
-        """`to`, the room for the part `at` of our array, in pieces of about `PIECE_BYTES`, and the part that each of them is."""
+    def pieces(self, to: np.ndarray, at: At, expansion: int = 1) -> Iterator[tuple[np.ndarray, At]]:
+        """`to`, the room for the part `at` of our array, in pieces of about `PIECE_BYTES`, and the part that each of them is.
+
+        Args:
+            expansion: how many bytes become of one that is read.
+        """
         if not at:
             yield to, at
             return
         before, part, after = at[: self.rows], at[self.rows], at[self.rows + 1 :]
         count = to.shape[self.rows]
-        step = max(1, PIECE_BYTES * count // max(to.nbytes, 1) // PIECE_ROWS) * PIECE_ROWS
+        step = max(1, PIECE_BYTES * expansion * count // max(to.nbytes, 1) // PIECE_ROWS) * PIECE_ROWS
         for first in range(0, count, step):
             piece = slice(first, min(first + step, count))
             whole = (slice(None),) * self.rows
@@ -81,10 +85,10 @@ class Matrix(Plain):
         return ours[::-1]
 
     def fill(self, to: np.ndarray, stored: Stored, ours: Shape, at: At) -> None:
-        """Transposed in strips of half a cache line, several times as fast as NumPy transposes the whole."""
+        """Transposed in strips of half a cache line, several times as fast as NumPy transposes the whole; or as it is, if it was made so."""
         x = stored[at[::-1]].astype(to.dtype, copy=False)
         to, x = (array.view(f"u{array.itemsize}") for array in (to, x))  # NumPy copies bfloat16 an element at a time
-        step = _STRIP_BYTES // x.itemsize
+        step = len(x) if x.T.flags.c_contiguous else _STRIP_BYTES // x.itemsize
         for first in range(0, len(x), step):
             to[:, first : first + step] = x[first : first + step].T
 

@@ -21,6 +21,7 @@ from kda_jax.hf import gpt2, kimi_k3, kimi_linear, mxfp4
 from kda_jax.hf.family import Family, Source, source
 from kda_jax.hf.fields import Fields
 from kda_jax.hf.files import PACKED, SCALE, Tensor, by_number, tensors
+from kda_jax.hf.forms import At
 from kda_jax.hf.problems import BadCheckpoint
 from kda_jax.layers.params import FLOAT32, has_name
 from kda_jax.models.config import GPT2Config, ModelConfig
@@ -228,15 +229,16 @@ def _part(checkpoint: Checkpoint, path: str, shape: tuple[int, ...], at: tuple[s
     lead, rest = at[: names.ndim], at[names.ndim :]
     part = _aligned([s.stop - s.start for s in at], dtype)
 
-    def fill(to: np.ndarray, name: str, piece: tuple[slice, ...]) -> None:
+    def fill(to: np.ndarray, stored: Read, piece: At) -> None:
         with np.errstate(over="ignore", invalid="ignore"):  # a cast to infinity or of a NaN is silent, as on a device
-            tensor.form.fill(to, checkpoint.tensors[name], shape[names.ndim :], piece)
+            tensor.form.fill(to, stored, shape[names.ndim :], piece)
 
     with ThreadPoolExecutor(_THREADS) as threads:
         reading = [
-            threads.submit(fill, to, name, piece)
+            threads.submit(fill, to, stored, piece)
             for index, name in np.ndenumerate(names[lead])
-            for to, piece in tensor.form.pieces(part[index] if index else part, rest)
+            for stored in [checkpoint.tensors[name].reading(dtype)]
+            for to, piece in tensor.form.pieces(part[index] if index else part, rest, stored.expansion)
         ]
         for done in reading:
             done.result()

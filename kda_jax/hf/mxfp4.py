@@ -1,12 +1,16 @@
 """MXFP4 weights of a release: two 4-bit numbers per byte, one power of two per 32 of them."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, UInt8, UInt16
 
-from kda_jax.hf.forms import At, Shape, Stored
+from kda_jax import sharding
+from kda_jax.hf.files import Tensor
+from kda_jax.hf.forms import At, Shape
 from kda_jax.hf.problems import BadTensor
 
 GROUP = 32
@@ -20,9 +24,9 @@ class Packed(NamedTuple):
     """An E2M1 matrix [out, in] and its E8M0 scales, read as bfloat16, in which every product of the two is exact."""
 
     name: str
-    packed: Stored
+    packed: Tensor
     """uint8 [out, in / 2]."""
-    scale: Stored
+    scale: Tensor
     """uint8 [out, in / 32]: value 2^(s - 127)."""
     shape: Shape
     dtype: np.dtype = BFLOAT16
@@ -31,19 +35,27 @@ class Packed(NamedTuple):
     def file(self):
         return self.packed.file
 
+    @property
+    def expansion(self) -> int:
+        return 2 * self.dtype.itemsize
+
+    def reading(self, dtype: np.dtype) -> "Packed":
+        """The tensor, to be read as float32 if that is `dtype`: no less exact, and without a cast."""
+        return self._replace(dtype=dtype) if dtype == np.float32 else self
+
     def __getitem__(self, at: At) -> np.ndarray:
-        """Whole groups are read, and what was not asked for is cut off."""
+        """Whole groups are read, and what was not asked for is cut off. In memory it is the transpose."""
         rows, columns = at
         start, stop, _ = columns.indices(self.shape[1])
         first, last = start // GROUP, -(-stop // GROUP)
         scale = self.scale[rows, slice(first, last)]
         if np.any(scale == _NAN):
-            raise BadTensor(f"{self.name} has a scale of 255, which is not a number")
-        values = unpack(self.packed[rows, slice(first * GROUP // 2, last * GROUP // 2)], scale)
+            raise BadTensor(f"{self.name} has a scale of {_NAN}, which is not a number")
+        values = unpack(self.packed[rows, slice(first * GROUP // 2, last * GROUP // 2)], scale, self.dtype)
         return values[:, start - first * GROUP : stop - first * GROUP]
 
 
-def pair(packed: Stored, scale: Stored | None, problems: list[str]) -> list[Packed]:
+def pair(packed: Tensor, scale: Tensor | None, problems: list[str]) -> list[Packed]:
     """The weight of the two tensors, or none and a problem."""
     name = packed.name.removesuffix("_packed")
     if scale is None:
@@ -58,27 +70,43 @@ def pair(packed: Stored, scale: Stored | None, problems: list[str]) -> list[Pack
     return [Packed(name, packed, scale, (packed.shape[0], 2 * packed.shape[1]))]
 
 
-def unpack(packed: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """bfloat16 [out, in] of uint8 [out, in / 2] and uint8 [out, in / 32] (OCP Microscaling Formats 1.0, section 5.3.3).
+def unpack(packed: np.ndarray, scale: np.ndarray, dtype: Any = BFLOAT16) -> np.ndarray:
+    """The numbers [out, in] of uint8 [out, in / 2] and uint8 [out, in / 32], transposed in memory (OCP Microscaling Formats 1.0, 5.3.3).
 
-    Exact: a 4-bit number times a power of two is a bfloat16 unless it is below its range, where it is rounded to nearest even.
+    Exact for every scale but 255, which stands for no number: the product of the two is a bfloat16, or beyond its range and so infinity.
+
+    Args:
+        dtype: bfloat16 or float32.
 
     Example:
         >>> import numpy as np
         >>> unpack(np.full((1, 16), 0x2B, np.uint8), np.full((1, 1), 126, np.uint8))[0, :2].tolist()
         [-0.75, 0.5]
     """
-    at = np.repeat(scale.astype(np.uint16) << 8, GROUP // 2, axis=-1) | packed
-    return np.take(_pairs(), at).view(BFLOAT16)
+    with sharding.no_mesh(), jax.default_device(_host()):
+        return np.asarray(_unpack(packed.view(np.uint16).T, scale.T, dtype)).T
 
 
-@functools.cache
-def _pairs() -> np.ndarray:
-    """256 * scale + byte -> the two numbers, that of the low nibble first, as the 32 bits of a pair of bfloat16."""
-    byte, scale = np.arange(256), np.ldexp(1.0, np.arange(256) - _BIAS)
-    pairs = np.stack([_CODES[byte & 15], _CODES[byte >> 4]], axis=-1)
-    with np.errstate(over="ignore"):
-        return (pairs * scale[:, None, None]).astype(BFLOAT16).reshape(-1).view(np.uint32)
+@functools.partial(jax.jit, static_argnames="dtype")
+def _unpack(words: UInt16[Array, "words out"], scale: UInt8[Array, "groups out"], dtype: Any) -> Float[Array, "inputs out"]:
+    """Compiled, for a table in NumPy and a transpose take several times as long; of integers, for XLA on a CPU takes subnormals as zero."""
+    code = words.reshape(-1, GROUP // 4, 1, words.shape[1]) << jnp.arange(12, -1, -4, dtype=jnp.uint16)[:, None]
+    s = scale.astype(jnp.uint16)[:, None, None]
+    number = (code >> 6) & 0x1C0  # of its four highest bits: exponent and fraction, where those of a bfloat16 are
+    half = jnp.where(s > 1, (s - 1) << 7, (s + 1) << 5)  # 0.5 times the scale
+    rest = jnp.maximum(number + ((s - 1) << 7), number >> 1)  # the second where the scale is 0 and the product subnormal
+    bits = jnp.where(number > 64, jnp.minimum(rest, 0x7F80), jnp.where(number == 64, half, 0)) | (code & 0x8000)
+    if dtype == jnp.float32:
+        bits = bits.astype(jnp.uint32) << 16
+    return jax.lax.bitcast_convert_type(bits, dtype).reshape(-1, words.shape[1])
+
+
+def _host() -> jax.Device | None:
+    """The CPU, or the default device where JAX_PLATFORMS leaves it out."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return None
 
 
 def pack(x: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:

@@ -13,7 +13,8 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from kda_jax import hf, models
-from kda_jax.hf.files import INDEX
+from kda_jax.hf import kimi_k3
+from kda_jax.hf.files import INDEX, SCALE
 from kda_jax.models import presets
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -65,6 +66,21 @@ def large(directory):
     model = nnx.merge(graphdef, jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.bfloat16), state))
     hf.save(model, directory, max_file_bytes=10**8)
     return directory
+
+
+def packed(directory, experts, width=3072, latent=3584):
+    """The smallest Kimi K3, but three layers of it with packed experts of this size (that of the release if none is given), at random."""
+    config = presets.tiny_k3()
+    linear = dataclasses.replace(config.linear_attn_config, kda_layers=(1, 2, 4), full_attn_layers=(3,))
+    config = dataclasses.replace(config, num_hidden_layers=4, linear_attn_config=linear)
+    config = dataclasses.replace(config, num_experts=experts, moe_intermediate_size=width, routed_expert_hidden_size=latent)
+    rng = np.random.default_rng(0)
+
+    def values(tensor):
+        smallest, largest = (110, 126) if tensor.name.endswith(SCALE) else (0, 256)
+        return rng.integers(smallest, largest, tensor.shape, np.uint8) if tensor.dtype == np.uint8 else np.zeros(tensor.shape, tensor.dtype)
+
+    return write(directory, kimi_k3.write_config(config), {tensor.name: values(tensor) for tensor in hf.released(config)})
 
 
 def index(directory):

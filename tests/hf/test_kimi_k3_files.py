@@ -2,12 +2,15 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
 
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 from checkpoints import assert_same, changed, config, tensors
+from checkpoints import packed as large_packed
 from flax import nnx
 
 import kda_jax
@@ -187,6 +190,21 @@ def test_unpack_and_pack(scales):
         np.testing.assert_array_equal(mxfp4.unpack(*again).view(np.uint16), got.view(np.uint16))
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_every_byte_with_every_scale(dtype):
+    """To the bit: both zeros, what is subnormal in bfloat16 and what is infinite in it, in either dtype."""
+    packed, scale = np.tile(np.arange(256, dtype=np.uint8), (255, 1)), np.tile(np.arange(255, dtype=np.uint8)[:, None], 16)
+    exact = np.stack([np.array([*CODES, *(-x for x in map(float, CODES))])[packed >> shift & 15] for shift in (0, 4)], axis=-1).reshape(
+        255, 512
+    )
+    with np.errstate(over="ignore"):
+        exact = (exact * 2.0 ** (np.arange(255.0)[:, None] - 127)).astype(dtype)
+    assert exact[0, :16].tolist() == [0, 0, *[x for code in [0.5, 1, 1.5, 2, 3, 4, 6] for x in (code * 2.0**-127, 0)]]
+    assert np.isinf(exact[254, 2 * 0x07])
+    bits = f"u{exact.dtype.itemsize}"
+    np.testing.assert_array_equal(mxfp4.unpack(packed, scale, dtype).view(bits), exact.view(bits))
+
+
 def test_what_does_not_pack():
     assert mxfp4.pack(np.full((1, 32), 7.0, np.float32)) is None
     assert mxfp4.pack(np.float32([[6.0] + [0.01] * 31])) is None
@@ -213,6 +231,39 @@ def test_packed_and_plain_experts_R110(packed):
     assert_same(hf.load(packed[0]).params, hf.load(packed[1]).params)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+def test_packed_experts_as_another_dtype(packed, dtype):
+    """Unpacked to float32, or cast to what is neither."""
+    assert_same(hf.load(packed[0], dtype=dtype).params, hf.load(packed[1], dtype=dtype).params)
+
+
+def test_an_array_of_packed_and_plain_experts(packed, tmp_path):
+    """The layers and the experts of one array need not be stored alike."""
+    stem = "language_model.model.layers.2.block_sparse_moe.experts.3.w1.weight"
+    halves = [f"{stem}_packed", f"{stem}_scale"]
+    mixed = changed(packed[0], tmp_path / "x", drop=halves, add={stem: tensors(packed[1])[stem]})
+    assert_same(hf.load(mixed).params, hf.load(packed[1]).params)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_memory_while_unpacking_R155(tmp_path, dtype):
+    """Beside what is loaded, no more than the packed bytes of the largest array are in memory."""
+    directory = large_packed(tmp_path / "x", 8, width=1024, latent=2048)
+    code = f"""
+import resource, jax
+from kda_jax import hf
+hf.load({str(large_packed(tmp_path / "warm", 8, width=32, latent=32))!r})
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+before = peak()
+sizes = [x.nbytes for x in jax.tree.leaves(hf.load({str(directory)!r}, dtype={dtype!r}).params)]
+print(sum(sizes), max(sizes), peak() - before)
+"""
+    printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    total, largest, grown = map(int, printed.split())
+    assert total > 250e6
+    assert grown <= total + 0.5 * largest, f"{grown / 1e6:.0f} MB for {total / 1e6:.0f} MB of parameters"
+
+
 def test_packed_experts_in_pieces(packed, monkeypatch):
     monkeypatch.setattr("kda_jax.hf.forms.PIECE_ROWS", 5)
     monkeypatch.setattr("kda_jax.hf.forms.PIECE_BYTES", 1)
@@ -227,7 +278,8 @@ def test_packed_experts_into_shards(packed):
     mesh = jax.make_mesh((2, 2), ("expert", "fsdp"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
     name = "layers.periods.0.block_sparse_moe.experts.w1"
     shardings = {name: NamedSharding(mesh, PartitionSpec(None, "expert", "fsdp"))}
-    assert_same(hf.load(packed[0], shardings=shardings).params, hf.load(packed[1]).params)
+    with jax.set_mesh(mesh):
+        assert_same(hf.load(packed[0], shardings=shardings).params, hf.load(packed[1]).params)
 
 
 def test_export_of_packed_experts(model, packed, tmp_path):
