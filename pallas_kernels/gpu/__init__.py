@@ -1,6 +1,6 @@
 """GPU kernels: Kimi Delta Attention, forward and backward, through Pallas's Triton backend."""
 
-from pallas_kernels.gpu.plan import Tuning
+from pallas_kernels.gpu.plan import Launch, Tuning
 from pallas_kernels.gpu.recurrence import chunk_kda, refusal
 
-__all__ = ["Tuning", "chunk_kda", "refusal"]
+__all__ = ["Launch", "Tuning", "chunk_kda", "refusal"]

@@ -13,7 +13,6 @@ from jax.experimental import pallas as pl
 from pallas_kernels.gpu.plan import (
     Plan,
     Terms,
-    by_level,
     dot,
     log2_decay,
     masked_sum,
@@ -23,6 +22,7 @@ from pallas_kernels.gpu.plan import (
     square,
     store,
     terms,
+    whole,
 )
 
 
@@ -41,8 +41,8 @@ def inverse(plan: Plan, a: jax.Array) -> jax.Array:
     """Strictly lower A [C, C] float32 -> (I + A)^-1 float32.
 
     Block doubling: with X the inverse of the s x s diagonal blocks and L the blocks that join them in pairs, X - X L X is the inverse of
-    the 2s x 2s ones. No power of A is ever formed, so correlated keys do not blow it up. In bfloat16 one Newton step
-    X + X (I - X - A X), its residual with A in two terms, leaves the square of the error of one-pass products.
+    the 2s x 2s ones. No power of A is ever formed, so correlated keys do not blow it up. For bfloat16 inputs, after one-pass products one
+    Newton step X + X (I - X - A X), its residual with A in two terms, leaves the square of their error.
     """
     i, j = square(plan)
     eye = jnp.where(i == j, 1.0, 0.0)
@@ -51,10 +51,10 @@ def inverse(plan: Plan, a: jax.Array) -> jax.Array:
         joined = once(plan, jnp.where(pairs_of_level(plan, level), a, 0.0))
         x16 = once(plan, x)
         x = x - dot(plan, once(plan, dot(plan, x16, joined)), x16)
-    if plan.exact:
+    if plan.terms == 3:
         return x
     x16 = once(plan, x)
-    x32 = x16.astype(jnp.float32)
+    x32 = whole(x16)
     residual = eye - x32 - dot(plan, a, x16)
     return x32 + dot(plan, x16, once(plan, residual))
 
@@ -81,7 +81,7 @@ def chunk_kernel(plan: Plan, block: int, solve: bool, q, k, g, beta, q_in, k_in,
             return [x + jnp.where(pairs, y, 0.0) for x, y in zip(products, found, strict=True)]
 
         diagonal = jnp.where(i == j, jnp.sum(queries * keys, 1)[:, None], 0.0)  # no decay between a token and itself
-        return by_level(plan, level, [products[0] + diagonal, *products[1:]])
+        return lax.fori_loop(0, plan.levels, level, [products[0] + diagonal, *products[1:]])
 
     products = lax.fori_loop(0, plan.K // block, channels, [jnp.zeros((plan.C, plan.C), jnp.float32)] * kinds)
     store(qk, terms(plan, products[0]))

@@ -13,7 +13,6 @@ from jax.experimental import pallas as pl
 from pallas_kernels.gpu.chunk import decays, level_factor
 from pallas_kernels.gpu.plan import (
     Plan,
-    by_level,
     dot,
     load,
     log2_decay,
@@ -53,11 +52,24 @@ def values_kernel(plan: Plan, block: int, v, do, beta, k_in, solve, states, dr, 
     dbeta[...] = d_beta
 
 
-def state_gradients(plan: Plan, do, y, dv, states, dends):
-    """Gradients of q_in, k_in, k_out [C, block] and of the state's decay [block]."""
-    start, end = load(states), load(dends)
-    d_total = jnp.sum(whole(start) * whole(end), 1)
-    return plan.scale * dot(plan, do[...], start, (1, 1)), -dot(plan, dv, start, (1, 1)), dot(plan, load(y), end, (1, 1)), d_total
+def state_gradients(plan: Plan, block: int, weight, do, y, dr, states, dends):
+    """Gradients of q_in, k_in, k_out and of the state's decay, which is the same in every row: [C, block]; `weight` is beta [C, 1]."""
+
+    def columns(n, carry):
+        own = pl.ds(n * block, block)
+        start, end = load(states, slice(None), own), load(dends, slice(None), own)
+        found = (
+            dot(plan, do[:, own], start, (1, 1)),
+            dot(plan, load(dr, slice(None), own), start, (1, 1)),
+            dot(plan, load(y, slice(None), own), end, (1, 1)),
+            jnp.sum(whole(start) * whole(end), 1),
+        )
+        return tuple(x + y for x, y in zip(carry, found, strict=True))
+
+    zeros = jnp.zeros((plan.C, states.shape[1]), jnp.float32)
+    carry = zeros, zeros, zeros, jnp.zeros(states.shape[1:2], jnp.float32)
+    d_query, d_key, left, d_total = lax.fori_loop(0, states.shape[2] // block, columns, carry)
+    return plan.scale * d_query, -weight * d_key, left, d_total
 
 
 def channels_kernel(plan: Plan, q, k, g, beta, do, y, dr, states, dends, dqk, da, dq, dk, dg, dbeta):
@@ -70,7 +82,7 @@ def channels_kernel(plan: Plan, q, k, g, beta, do, y, dr, states, dends, dqk, da
     logs = terms(plan, logs)
     into, outof = decays(plan, logs)
     weight = beta[...][:, None]
-    d_queries, d_keys, left, d_total = state_gradients(plan, do, y, weight * whole(load(dr)), states, dends)
+    d_queries, d_keys, left, d_total = state_gradients(plan, min(64, plan.V), weight, do, y, dr, states, dends)
     d_queries, d_keys, left = d_queries * into, d_keys * into, left * outof
     d_logs = masked_sum(plan, t <= i, queries * d_queries + keys * d_keys, (0, 0))
     d_logs = d_logs + masked_sum(plan, t > i, keys * left, (0, 0)) + (d_total * remains)[None, :]
@@ -86,11 +98,17 @@ def channels_kernel(plan: Plan, q, k, g, beta, do, y, dr, states, dends, dqk, da
         by_q, by_k, rows1, columns1 = tuple(by_q), tuple(by_k), once(plan, rows), once(plan, columns)
         d_rows, d_columns = dot(plan, by_q, columns1), dot(plan, by_k, columns1)
         d_weight = d_weight + jnp.sum(columns * d_columns, 1)
-        d_columns = weight * d_columns + dot(plan, by_q, rows1, (0, 0)) + dot(plan, by_k, once(plan, weight * columns), (0, 0))
+        d_columns = (
+            weight * d_columns
+            + dot(plan, once(plan, by_q), rows1, (0, 0))
+            + dot(plan, once(plan, by_k), once(plan, weight * columns), (0, 0))
+        )
         gained = masked_sum(plan, spans_of_level(plan, n), rows * d_rows + columns * d_columns, (0, 0))
         return d_queries + factor * d_rows, d_keys + factor * d_columns, d_logs + gained, d_weight
 
-    d_queries, d_keys, d_logs, d_weight = by_level(plan, level, (d_queries, d_keys, d_logs, jnp.zeros((plan.C,), jnp.float32)))
+    d_queries, d_keys, d_logs, d_weight = lax.fori_loop(
+        0, plan.levels, level, (d_queries, d_keys, d_logs, jnp.zeros((plan.C,), jnp.float32))
+    )
     dq[...] = d_queries.astype(dq.dtype)
     dk[...] = d_keys.astype(dk.dtype)
     dg[...] = d_logs.astype(dg.dtype)

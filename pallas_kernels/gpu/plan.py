@@ -5,6 +5,7 @@ Triton knows no slices or concatenations of values, so everything inside a chunk
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,18 +15,23 @@ LOG2E = math.log2(math.e)
 ZERO_LOG2 = -1.0e4  # log2 of a decay that is exactly zero: 2**-1e4 is 0 in float32, and sums of it stay finite
 
 
-@dataclasses.dataclass(frozen=True)
-class Tuning:
-    """What may change the speed of a call but nothing else; for the H200's 132 SMs of 227 KiB shared memory."""
+class Launch(NamedTuple):
+    """How a kernel is launched; results differ by no more than the order of sums."""
 
-    walk_block: int = 64  # columns of the state that a program of a walk carries
-    channel_block: int = 64  # key channels that the kernels inside chunks take at a time
-    chunk_warps: int = 4
-    walk_warps: int = 4
-    walk_stages: int = 1  # chunks in flight
-    values_warps: int = 4
-    channels_warps: int = 4
-    unroll: bool = False  # levels of the hierarchy as straight code
+    block: int  # columns of values, or channels of keys inside chunks, that a program takes at a time
+    warps: int
+    stages: int = 1  # chunks in flight in a walk
+
+
+class Tuning(NamedTuple):
+    """By kernel, in the order of a call. Registers, spills and shared memory of the compiled kernels chose these; no clock yet."""
+
+    chunk: Launch = Launch(64, 4)
+    walk: Launch = Launch(64, 4)
+    chunk_again: Launch = Launch(64, 4)
+    walk_back: Launch = Launch(64, 4)
+    values: Launch = Launch(32, 4)
+    channels: Launch = Launch(32, 4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,33 +44,36 @@ class Plan:
     HV: int
     group: int  # value heads per query head
     scale: float
-    exact: bool  # float32 operands instead of bfloat16 ones
+    terms: int  # bfloat16 arrays that stand for a float32 one in products: 3 keep all its bits, 2 have a relative error of 2**-17
     interpret: bool
     tuning: Tuning
-
-    @property
-    def operand(self):
-        return jnp.float32 if self.exact else jnp.bfloat16
-
-    @property
-    def terms(self) -> int:
-        """Of a float32 array that products take."""
-        return 1 if self.exact else 2
 
     @property
     def levels(self) -> int:
         return self.C.bit_length() - 1
 
+    def block(self, name: str, width: int) -> int:
+        """Of a kernel, of an axis of this width."""
+        return min(getattr(self.tuning, name).block, width)
 
-Terms = tuple[jax.Array, ...]  # what products take: arrays of the operand type of which a float32 array is the sum
+
+Terms = tuple[jax.Array, ...]  # what products take: bfloat16 arrays of which a float32 array is the sum
 
 
 def terms(plan: Plan, x: jax.Array) -> Terms:
-    """bfloat16 as it is, float32 as the sum of two bfloat16 arrays (relative error 2**-17) or, where products are exact, as it is."""
-    if plan.exact or x.dtype == jnp.bfloat16:
-        return (x.astype(plan.operand),)
-    high = x.astype(jnp.bfloat16)
-    return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
+    """bfloat16 as it is, float32 as `plan.terms` bfloat16 arrays."""
+    out = ()
+    while x.dtype == jnp.float32 and len(out) < plan.terms - 1:
+        out += (x.astype(jnp.bfloat16),)
+        x = x - out[-1].astype(jnp.float32)
+    return (*out, x.astype(jnp.bfloat16))
+
+
+def once(plan: Plan, x: Terms | jax.Array) -> Terms:
+    """A float32 x that bfloat16 inputs may round to one term, where the error shows in nothing."""
+    if plan.terms == 3:
+        return x if isinstance(x, tuple) else terms(plan, x)
+    return x[:1] if isinstance(x, tuple) else (x.astype(jnp.bfloat16),)
 
 
 def whole(x: Terms) -> jax.Array:
@@ -82,25 +91,18 @@ def store(ref, x: Terms, *index) -> None:
 
 
 def dot(plan: Plan, x: Terms | jax.Array, y: Terms | jax.Array, contract: tuple[int, int] = (1, 0)) -> jax.Array:
-    """x . y over the named axes with float32 sums; the product of two small terms is left out. Where one pass will do the
-    caller rounds."""
+    """x . y over the named axes with float32 sums; the products of small terms that no bit would notice are left out."""
     xs, ys = (z if isinstance(z, tuple) else terms(plan, z) for z in (x, y))
-    precision = lax.Precision.HIGHEST if plan.exact else lax.Precision.DEFAULT
-    product = lambda a, b: lax.dot_general(a, b, (((contract[0],), (contract[1],)), ((), ())), precision, jnp.float32)
-    pairs = [(a, b) for i, a in enumerate(xs) for j, b in enumerate(ys) if i + j < 2]
-    out = product(*pairs[-1])
-    for pair in reversed(pairs[:-1]):
-        out = out + product(*pair)
+    pairs = [(a, b) for i, a in enumerate(xs) for j, b in enumerate(ys) if i + j < plan.terms]
+    out = 0.0
+    for a, b in reversed(pairs):
+        out = out + lax.dot_general(a, b, (((contract[0],), (contract[1],)), ((), ())), preferred_element_type=jnp.float32)
     return out
 
 
 def masked_sum(plan: Plan, mask: jax.Array, x: Terms | jax.Array, contract: tuple[int, int] = (1, 0)) -> jax.Array:
     """mask . x: sums of a float32 x where a boolean mask says so."""
-    return dot(plan, jnp.where(mask, 1.0, 0.0).astype(plan.operand), x, contract)
-
-
-def once(plan: Plan, x: jax.Array) -> jax.Array:
-    return x.astype(plan.operand)
+    return dot(plan, jnp.where(mask, 1.0, 0.0).astype(jnp.bfloat16), x, contract)
 
 
 def log2_decay(g: jax.Array) -> jax.Array:
@@ -125,12 +127,3 @@ def spans_of_level(plan: Plan, level) -> jax.Array:
     i, t = square(plan)
     later = ((i >> level) & 1) == 1
     return (((i ^ t) >> level) == 0) & jnp.where(later, t <= i, t > i)
-
-
-def by_level(plan: Plan, body, carry):
-    """carry = body(level, carry) for every level of the hierarchy."""
-    if plan.tuning.unroll:
-        for level in range(plan.levels):
-            carry = body(level, carry)
-        return carry
-    return lax.fori_loop(0, plan.levels, body, carry)

@@ -66,8 +66,8 @@ def chunk_kda(
 
     Remat: a `jax.checkpoint` policy that saves "chunk_states", "chunk_inverse", "chunk_o" and "chunk_final" by name spares the forward its
     second run.
-    Numerics: bfloat16 inputs use bfloat16 products with float32 sums, a float32 operand in two terms; float32 inputs float32 products.
-    State and decays are float32. Outputs before a token do not depend, to the bit, on anything after it.
+    Numerics: products are bfloat16 with float32 sums, a float32 operand the sum of two bfloat16 terms, or of three for float32 inputs,
+    which keeps all its bits. State and decays are float32. Outputs before a token do not depend, to the bit, on anything after it.
     """
     why = refusal(q, k, v, g, beta, chunk_size)
     if why:
@@ -84,7 +84,7 @@ def chunk_kda(
         HV=HV,
         group=HV // q.shape[2],
         scale=float(K**-0.5 if scale is None else scale),
-        exact=v.dtype == jnp.float32,
+        terms=3 if v.dtype == jnp.float32 else 2,
         interpret=interpret,
         tuning=tuning or Tuning(),
     )

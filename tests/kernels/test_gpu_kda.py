@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kda_jax.testing import FLOOR_RATIO, TOLERANCE
-from pallas_kernels.gpu import Tuning, chunk_kda
+from pallas_kernels.gpu import Launch, Tuning, chunk_kda
 from tests.kernels.oracle import Case, error, make_case, recurrence
 from tests.kernels.run_gpu import forward_backward
 from tests.kernels.test_tpu_floor import ROUNDED, keys
@@ -30,9 +30,8 @@ def test_lengths(T):
 
 @pytest.mark.parametrize("chunk_size", [16, 32, 64])
 def test_blocks(chunk_size):
-    """Every chunk size; several blocks of columns in a walk and of channels inside a chunk; levels as a loop and as straight code."""
-    tuning = Tuning(walk_block=16, channel_block=16, unroll=chunk_size == 32)
-    compare(make_case("channel", True, T=70, K=32, V=32), chunk_size=chunk_size, tuning=tuning)
+    """Every chunk size, with two blocks in every kernel."""
+    compare(make_case("channel", True, T=70, K=32, V=32), chunk_size=chunk_size, tuning=Tuning(*[Launch(16, 4)] * 6))
 
 
 def gates(name: str, g: np.ndarray) -> np.ndarray:
