@@ -53,9 +53,9 @@ class DepthStack(Stack):
         return DepthStream.start(x, self.rows)
 
 
-def _step(remat: Remat, segment_ids: Any, stream: DepthStream, blocks: Sequence[nnx.Module], scanned: bool = False):
+def _step(remat: Remat, segment_ids: Any, stream: DepthStream, blocks: Sequence[nnx.Module]):
     """Some blocks in a row: the stream, and (their statistics, the stream before them without its bank)."""
-    after, _, statistics = run_blocks(remat, segment_ids, stream, blocks, (None,) * len(blocks), scanned=scanned)
+    after, _, statistics = run_blocks(remat, segment_ids, stream, blocks, (None,) * len(blocks))
     return after, (statistics, stream._replace(bank=None))
 
 
@@ -75,7 +75,7 @@ def _forward(remat: Remat, parts: tuple[nnx.List, nnx.List, nnx.List], stream: D
     stream, first, before_first = unrolled(stream, prologue)
     middle, before_middle = {name: [] for name in STATISTICS}, None
     if len(periods):
-        stream, (middle, before_middle) = jax.lax.scan(functools.partial(step, scanned=True), stream, periods)
+        stream, (middle, before_middle) = jax.lax.scan(step, stream, periods)
     stream, last, before_last = unrolled(stream, epilogue)
     return (stream, (first, middle, last)), (before_first, before_middle, before_last)
 
@@ -94,11 +94,11 @@ def _run_backward(remat: Remat, residuals: tuple, cotangents: tuple):
     (prologue, periods, epilogue), segment_ids, bank, (before_first, before_middle, before_last) = residuals
     d = cotangents[0].prefix, cotangents[0].bank  # statistics have no gradient
 
-    def pull(d: tuple[Array, Array], before: DepthStream, blocks: Any, scanned: bool = False):
+    def pull(d: tuple[Array, Array], before: DepthStream, blocks: Any):
         """(gradients of prefix and bank before the blocks, of the blocks) from those after them."""
 
         def run(prefix: Array, bank: Array, blocks: Any):
-            after, _ = _step(remat, segment_ids, before._replace(prefix=prefix, bank=bank), blocks, scanned)
+            after, _ = _step(remat, segment_ids, before._replace(prefix=prefix, bank=bank), blocks)
             return after.prefix, after.bank
 
         dprefix, dbank, dblocks = jax.vjp(run, before.prefix, bank, blocks)[1](d)
@@ -114,7 +114,7 @@ def _run_backward(remat: Remat, residuals: tuple, cotangents: tuple):
     d, depilogue = unrolled(d, epilogue, before_last)
     dperiods = periods
     if len(periods):
-        d, dperiods = jax.lax.scan(lambda d, x: pull(d, *x, scanned=True), d, (before_middle, periods), reverse=True)
+        d, dperiods = jax.lax.scan(lambda d, x: pull(d, *x), d, (before_middle, periods), reverse=True)
     d, dprologue = unrolled(d, prologue, before_first)
     return (dprologue, dperiods, depilogue), DepthStream(*d, None, None), None
 

@@ -181,7 +181,7 @@ def run_blocks(
     remat: Remat, segment_ids: Int[Array, "B T"] | None, x: Any, blocks: Sequence, caches: Sequence, *, scanned: bool = False
 ) -> tuple[Any, tuple, dict[str, list[Array]]]:
     """Some blocks in a row: x, their caches, and the statistics of those that have some."""
-    call, after = _remat(remat, scanned), []
+    call, after = _remat(remat, alone=scanned and len(blocks) == 1), []
     statistics = {name: [] for name in STATISTICS}
     for block, block_cache in zip(blocks, caches, strict=True):
         out = call(block, x, block_cache, segment_ids)
@@ -193,11 +193,18 @@ def run_blocks(
 
 
 def _call(block: nnx.Module, x: Any, cache, segment_ids) -> BlockOutput:
+    if sharding.ambient() is not None:
+        # Or a scheduler gathers the parameters of several blocks at once, and keeps the gradients of several before it adds them up.
+        block, x = jax.lax.optimization_barrier((block, x))
     return gathered(block)(x, cache=cache, segment_ids=segment_ids)
 
 
-def _remat(remat: Remat, scanned: bool) -> Callable:
-    """`_call` under a rematerialisation policy. XLA cannot merge a scan's recomputation with its forward, so no barrier is needed there."""
+def _remat(remat: Remat, alone: bool) -> Callable:
+    """`_call` under a rematerialisation policy.
+
+    Between blocks there is a barrier, for their recomputation must wait for its turn and not be merged with the forward. A block that is
+    `alone` in the body of a scan cannot do otherwise.
+    """
     if remat == "none" and sharding.ambient() is None:
         return _call
     policies = {
@@ -205,7 +212,7 @@ def _remat(remat: Remat, scanned: bool) -> Callable:
         "full": jax.checkpoint_policies.nothing_saveable,
         "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     }
-    return jax.checkpoint(_call, policy=policies[remat], prevent_cse=not scanned)
+    return jax.checkpoint(_call, policy=policies[remat], prevent_cse=not alone)
 
 
 def in_order(first: dict[str, list], middle: dict[str, list], last: dict[str, list]) -> list[Array | None]:

@@ -153,7 +153,8 @@ def _grouped_dot(implementation: str | None, x: Array, w: Array, group_sizes: Ar
 
 
 def _grouped_dot_backward(implementation: str | None, residuals: tuple[Array, Array, Array], dy: Array):
-    return *_on_platform(implementation, 1, *residuals, dy), None
+    # Together, or a scheduler leaves the gradients of weights for later and keeps what they are made of, rows of several layers.
+    return *jax.lax.optimization_barrier(_on_platform(implementation, 1, *residuals, dy)), None
 
 
 _grouped_dot.defvjp(lambda implementation, *args: (_grouped_dot(implementation, *args), args), _grouped_dot_backward)
