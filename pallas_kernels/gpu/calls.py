@@ -1,16 +1,32 @@
 """The six kernel calls of a forward and its backward: grids, blocks and what lies between them in memory.
 
 Arrays [B, T, heads, width] are read in place. What passes from kernel to kernel is [terms, B HV, T, width]: a head's tokens together, and
-each float32 array as the bfloat16 terms that products take, the same bytes with nothing left to convert.
+each float32 array as the bfloat16 terms that products take: two, the bytes of float32 with nothing left to convert.
+
+Each array counted once, bfloat16, B, T, H = 8, 2048, 16, K = V = 128, chunks of 64 (262,144 token-heads; a forward moves at least 1.5 KB
+of each, both directions 4.4 KB): megabytes, and their time in ms at 4.8 TB/s; GFLOP of the products, every term counted, at 790 TFLOP/s.
+
+    kernel     grid                          MB     ms    GFLOP    ms   reads -> writes (bytes of a token-head: 256 a term of K or V)
+    chunk      head, chunk                  808   0.17     251   0.32   q k g(512) -> q_in k_in k_out(512 each) qk solve(256 each)
+    walk       head, columns of V           959   0.20     103   0.13   those, v -> o, states(1024)
+    decay      head, chunk                  673   0.14      16   0.02   q k g -> q_in k_in k_out
+    walk_back  head, columns of V          1027   0.21      90   0.11   those, qk solve do -> dr(512), dends(1024)
+    values     head, chunk                 1076   0.22      60   0.08   v do k_in solve states dr -> dv, y(512) dqk da(256 each)
+    channels   head, chunk, channels of K  1549   0.32     361   0.46   q k g do y dr dqk da states dends -> dq dk dg(512)
+    sum                                    6092   1.27     881   1.12   forward 1767 MB, 0.37 ms
+
+By the larger of the two of every kernel the floor is 1.5 ms, 0.5 of it forward. Estimated, not measured: 3 to 4 ms, 1.0 to 1.4 of it
+forward, with matrix units 35% busy at two programs of four warps on a multiprocessor (255 registers a thread), and walks waiting for loads.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.gpu.chunk import chunk_kernel
+from pallas_kernels.gpu.chunk import chunk_kernel, decay_kernel
 from pallas_kernels.gpu.gradients import channels_kernel, values_kernel
 from pallas_kernels.gpu.plan import Plan
 from pallas_kernels.gpu.walk import backward_walk, forward_walk
@@ -20,7 +36,7 @@ Operand = tuple  # an array, or the shape and dtype of a result; and its BlockSp
 
 def token(plan: Plan, x, *, group: int = 1, block: int | None = None) -> Operand:
     """A chunk of a head of [B, T, heads, width]: [C, width], or [C, block] by the grid's third axis; of [B, T, HV]: [C]."""
-    head = lambda i: (lax.div(i, plan.HV), lax.div(lax.rem(i, plan.HV), group))
+    head = lambda i: (i // plan.HV, i % plan.HV // group)
     if len(x.shape) == 3:
         return x, pl.BlockSpec((None, plan.C, None), lambda i, n, j=0: (head(i)[0], n, head(i)[1]))
     index = lambda i, n, j=0: (head(i)[0], n, head(i)[1], 0 if block is None else j)
@@ -42,7 +58,7 @@ def edge(plan: Plan, x, *, block: int | None = None) -> Operand:
 
 def walked_token(plan: Plan, x, block: int | None = None) -> Operand:
     """All tokens of a head of [B, T, HV, V], a block of columns by the grid's second axis; of [B, T, HV]: [T]."""
-    head = lambda i: (lax.div(i, plan.HV), lax.rem(i, plan.HV))
+    head = lambda i: (i // plan.HV, i % plan.HV)
     if len(x.shape) == 3:
         return x, pl.BlockSpec((None, x.shape[1], None), lambda i, j: (head(i)[0], 0, head(i)[1]))
     return x, pl.BlockSpec((None, x.shape[1], None, block), lambda i, j: (head(i)[0], 0, head(i)[1], j))
@@ -80,48 +96,50 @@ def call(plan: Plan, kernel, name: str, grid: tuple[int, ...], ins: list[Operand
     )(*(x for x, _ in ins))
 
 
-def prepare(plan: Plan, name: str, q, k, g, beta) -> list[jax.Array]:
-    """In terms q_in, k_in, k_out [B HV, T, K], qk and, as "chunk", the inverse [B HV, T, C]; total [B HV, N, K] in fourth place."""
+def prepare(plan: Plan, q, k, g, beta=None) -> tuple[list[jax.Array], list[jax.Array]]:
+    """([q_in, k_in, k_out in terms [B HV, T, K], total [B HV, N, K]], given beta [qk, inverse] in terms [B HV, T, C])."""
     B, T = q.shape[:2]
-    heads, N, C, K, solve = B * plan.HV, T // plan.C, plan.C, plan.K, name == "chunk"
+    heads, N, C, K = B * plan.HV, T // plan.C, plan.C, plan.K
     moved = row(plan, like(plan.terms, heads, T, K, dtype=jnp.bfloat16))
     products = row(plan, like(plan.terms, heads, T, C, dtype=jnp.bfloat16))
     total = like(heads, N, K), pl.BlockSpec((None, None, K), lambda i, n: (i, n, 0))
-    ins = [token(plan, q, group=plan.group), token(plan, k, group=plan.group), token(plan, g), token(plan, beta)]
-    outs = [moved] * 3 + [total, products] + [products] * solve
-    block = plan.block(name, K)
-    return call(plan, lambda *refs: chunk_kernel(plan, block, solve, *refs), name, (heads, N), ins, outs)
+    ins, outs = [token(plan, q, group=plan.group), token(plan, k, group=plan.group), token(plan, g)], [moved, moved, moved, total]
+    if beta is None:
+        return call(plan, functools.partial(decay_kernel, plan, plan.block("decay", K)), "decay", (heads, N), ins, outs), []
+    kernel = functools.partial(chunk_kernel, plan, plan.block("chunk", K))
+    out = call(plan, kernel, "chunk", (heads, N), [*ins, token(plan, beta)], [*outs, products, products])
+    return out[:4], out[4:]
 
 
-def walk(plan: Plan, kernel, name: str, x, beta, prepared, inverse, state, outs: list[Operand]) -> list[jax.Array]:
-    """`x` is v or do, `state` the one to start from, [B HV, K, V]."""
-    *moved, total, qk = prepared
+def walk(plan: Plan, kernel, name: str, x, beta, prepared, products, state, outs: list[Operand]) -> list[jax.Array]:
+    """`x` is v or do, `state` the one to start from, [B HV, K, V]; the rest as `prepare` returns it."""
+    *moved, total = prepared
     block = plan.block(name, plan.V)
     ins = [walked_token(plan, x, block), walked_token(plan, beta), *(walked(y, axis=1) for y in moved), walked(total, axis=0)]
-    ins += [walked(qk, axis=1), walked(inverse, axis=1), walked(state, axis=0, block=block)]
-    return call(plan, lambda *refs: kernel(plan, *refs), name, (state.shape[0], plan.V // block), ins, outs)
+    ins += [*(walked(y, axis=1) for y in products), walked(state, axis=0, block=block)]
+    return call(plan, functools.partial(kernel, plan), name, (state.shape[0], plan.V // block), ins, outs)
 
 
-def forward(plan: Plan, q, k, v, g, beta, state, *, save: bool) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    """o, the final state and, if `save`, what the backward keeps, in terms: states [B HV, N, K, V] before every chunk, inverse
-    [B HV, T, C]."""
+def forward(plan: Plan, q, k, v, g, beta, state, *, save: bool) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+    """o, the final state and, if `save`, what the backward keeps, in terms: states [B HV, N, K, V] before every chunk, qk and
+    inverse [B HV, T, C]."""
     B, T = v.shape[:2]
     heads, K, V, block = B * plan.HV, plan.K, plan.V, plan.block("walk", plan.V)
-    *prepared, inverse = prepare(plan, "chunk", q, k, g, beta)
+    prepared, products = prepare(plan, q, k, g, beta)
     outs = [walked_token(plan, like(*v.shape, dtype=v.dtype), block), walked(like(heads, K, V), axis=0, block=block)]
     if save:
         outs.append(walked(like(plan.terms, heads, T // plan.C, K, V, dtype=jnp.bfloat16), axis=1, block=block))
-    o, final, *states = walk(plan, forward_walk, "walk", v, beta, prepared, inverse, state.reshape(heads, K, V), outs)
-    return o, final.reshape(state.shape), {"states": states[0], "inverse": inverse} if save else {}
+    o, final, *states = walk(plan, forward_walk, "walk", v, beta, prepared, products, state.reshape(heads, K, V), outs)
+    return o, final.reshape(state.shape), [*states, *products] if save else []
 
 
-def backward(plan: Plan, q, k, v, g, beta, states, inverse, do, dfinal) -> tuple[jax.Array, ...]:
+def backward(plan: Plan, q, k, v, g, beta, states, qk, inverse, do, dfinal) -> tuple[jax.Array, ...]:
     """Gradients of q, k, v, g, beta and the initial state."""
     B, T, H, K = q.shape
     heads = B * plan.HV
     do = do.astype(v.dtype)
-    prepared = prepare(plan, "chunk_again", q, k, g, beta)
-    dr, dends, dstate = states_backward(plan, prepared, beta, states, inverse, do, dfinal.reshape(heads, K, plan.V))
+    prepared, _ = prepare(plan, q, k, g)
+    dr, dends, dstate = states_backward(plan, prepared, (qk, inverse), beta, states, do, dfinal.reshape(heads, K, plan.V))
     dv, y, dqk, da, dbeta = values_backward(plan, prepared[1], v, beta, states, inverse, do, dr)
     dq, dk, dg, dbeta_kk = channels_backward(plan, q, k, g, beta, do, y, dr, states, dends, dqk, da)
     if plan.group > 1:  # summed over value heads in float32, rounded once
@@ -130,7 +148,7 @@ def backward(plan: Plan, q, k, v, g, beta, states, inverse, do, dfinal) -> tuple
     return dq, dk, dv, dg, dbeta, dstate.reshape(dfinal.shape)
 
 
-def states_backward(plan: Plan, prepared, beta, states, inverse, do, dfinal) -> list[jax.Array]:
+def states_backward(plan: Plan, prepared, products, beta, states, do, dfinal) -> list[jax.Array]:
     """In terms dr [B HV, T, V] and dends like `states`; dinitial [B HV, K, V]."""
     block = plan.block("walk_back", plan.V)
     dr = like(plan.terms, dfinal.shape[0], do.shape[1], plan.V, dtype=jnp.bfloat16)
@@ -138,7 +156,7 @@ def states_backward(plan: Plan, prepared, beta, states, inverse, do, dfinal) -> 
         *(walked(like(*x.shape, dtype=x.dtype), axis=1, block=block) for x in (dr, states)),
         walked(like(*dfinal.shape), axis=0, block=block),
     ]
-    return walk(plan, backward_walk, "walk_back", do, beta, prepared, inverse, dfinal, outs)
+    return walk(plan, backward_walk, "walk_back", do, beta, prepared, products, dfinal, outs)
 
 
 def values_backward(plan: Plan, k_in, v, beta, states, inverse, do, dr) -> list[jax.Array]:
@@ -149,7 +167,7 @@ def values_backward(plan: Plan, k_in, v, beta, states, inverse, do, dr) -> list[
     outs = [token(plan, like(*v.shape, dtype=v.dtype)), row(plan, like(*dr.shape, dtype=dr.dtype)), products, products]
     outs.append(row(plan, like(heads, T)))
     block = plan.block("values", V)
-    return call(plan, lambda *refs: values_kernel(plan, block, *refs), "values", (heads, T // plan.C), ins, outs)
+    return call(plan, functools.partial(values_kernel, plan, block), "values", (heads, T // plan.C), ins, outs)
 
 
 def channels_backward(plan: Plan, q, k, g, beta, do, y, dr, states, dends, dqk, da) -> list[jax.Array]:
@@ -162,4 +180,4 @@ def channels_backward(plan: Plan, q, k, g, beta, do, y, dr, states, dends, dqk, 
     per_head = lambda dtype: token(plan, like(*g.shape, dtype=dtype), block=block)
     through_kk = like(K // block, heads, T), pl.BlockSpec((None, None, plan.C), lambda i, n, j: (j, i, n))
     outs = [per_head(q.dtype if plan.group == 1 else jnp.float32)] * 2 + [per_head(g.dtype), through_kk]
-    return call(plan, lambda *refs: channels_kernel(plan, *refs), "channels", (heads, T // plan.C, K // block), ins, outs)
+    return call(plan, functools.partial(channels_kernel, plan), "channels", (heads, T // plan.C, K // block), ins, outs)

@@ -45,7 +45,7 @@ def inverse(plan: Plan, a: jax.Array) -> jax.Array:
     Newton step X + X (I - X - A X), its residual with A in two terms, leaves the square of their error.
     """
     i, j = square(plan)
-    eye = jnp.where(i == j, 1.0, 0.0)
+    eye = jnp.where(i == j, jnp.float32(1), jnp.float32(0))
     x = eye - jnp.where(pairs_of_level(plan, 0), a, 0.0)
     for level in range(1, plan.levels):
         joined = once(plan, jnp.where(pairs_of_level(plan, level), a, 0.0))
@@ -59,31 +59,43 @@ def inverse(plan: Plan, a: jax.Array) -> jax.Array:
     return x32 + dot(plan, x16, once(plan, residual))
 
 
-def chunk_kernel(plan: Plan, block: int, solve: bool, q, k, g, beta, q_in, k_in, k_out, total, qk, *inverses):
-    """q, k [C, K], g [C, K], beta [C] -> in terms q, k decayed from the chunk's start, k to its end [C, K], the products q . k [C, C] and,
-    if `solve`, the inverse [C, C]; and the state's decay [K]. `block` channels are taken at a time."""
+def decayed(plan: Plan, own, q, k, g, q_in, k_in, k_out, total) -> tuple[jax.Array, jax.Array, Terms]:
+    """Of the channels `own`: stores q and k decayed from the chunk's start, k to its end, the state's decay; returns q, k, log decays."""
+    queries, keys, logs = q[:, own].astype(jnp.float32), k[:, own].astype(jnp.float32), log2_decay(g[:, own])
+    total[own] = jnp.exp2(jnp.sum(logs, 0))
+    logs = terms(plan, logs)
+    into, outof = decays(plan, logs)
+    for ref, x in ((q_in, queries * into), (k_in, keys * into), (k_out, keys * outof)):
+        store(ref, terms(plan, x), slice(None), own)
+    return queries, keys, logs
+
+
+def decay_kernel(plan: Plan, block: int, q, k, g, q_in, k_in, k_out, total):
+    """q, k, g [C, K] -> in terms q_in, k_in, k_out [C, K]; total [K]. `block` channels are taken at a time."""
+
+    def channels(n, _):
+        decayed(plan, pl.ds(n * block, block), q, k, g, q_in, k_in, k_out, total)
+        return _
+
+    lax.fori_loop(0, plan.K // block, channels, 0)
+
+
+def chunk_kernel(plan: Plan, block: int, q, k, g, beta, q_in, k_in, k_out, total, qk, solve):
+    """As `decay_kernel`, and with beta [C] in terms the products q . k and the inverse [C, C]."""
     i, j = square(plan)
-    kinds = 1 + solve
 
     def channels(n, products):
-        own = pl.ds(n * block, block)
-        queries, keys, logs = q[:, own].astype(jnp.float32), k[:, own].astype(jnp.float32), log2_decay(g[:, own])
-        total[own] = jnp.exp2(jnp.sum(logs, 0))
-        logs = terms(plan, logs)
-        into, outof = decays(plan, logs)
-        for ref, x in ((q_in, queries * into), (k_in, keys * into), (k_out, keys * outof)):
-            store(ref, terms(plan, x), slice(None), own)
+        queries, keys, logs = decayed(plan, pl.ds(n * block, block), q, k, g, q_in, k_in, k_out, total)
 
         def level(m, products):
             factor, pairs = level_factor(plan, m, logs), pairs_of_level(plan, m)
             rows, columns = terms(plan, queries * factor), terms(plan, keys * factor)
-            found = [dot(plan, x, columns, (1, 1)) for x in (rows, columns)[:kinds]]
+            found = [dot(plan, x, columns, (1, 1)) for x in (rows, columns)]
             return [x + jnp.where(pairs, y, 0.0) for x, y in zip(products, found, strict=True)]
 
         diagonal = jnp.where(i == j, jnp.sum(queries * keys, 1)[:, None], 0.0)  # no decay between a token and itself
-        return lax.fori_loop(0, plan.levels, level, [products[0] + diagonal, *products[1:]])
+        return lax.fori_loop(0, plan.levels, level, [products[0] + diagonal, products[1]])
 
-    products = lax.fori_loop(0, plan.K // block, channels, [jnp.zeros((plan.C, plan.C), jnp.float32)] * kinds)
-    store(qk, terms(plan, products[0]))
-    if solve:
-        store(inverses[0], terms(plan, inverse(plan, products[1] * beta[...][:, None])))
+    by_query, by_key = lax.fori_loop(0, plan.K // block, channels, [jnp.zeros((plan.C, plan.C), jnp.float32)] * 2)
+    store(qk, terms(plan, by_query))
+    store(solve, terms(plan, inverse(plan, by_key * beta[...][:, None])))

@@ -28,7 +28,7 @@ class Tuning(NamedTuple):
 
     chunk: Launch = Launch(64, 4)
     walk: Launch = Launch(64, 4)
-    chunk_again: Launch = Launch(64, 4)
+    decay: Launch = Launch(32, 4)
     walk_back: Launch = Launch(64, 4)
     values: Launch = Launch(32, 4)
     channels: Launch = Launch(32, 4)
@@ -102,7 +102,7 @@ def dot(plan: Plan, x: Terms | jax.Array, y: Terms | jax.Array, contract: tuple[
 
 def masked_sum(plan: Plan, mask: jax.Array, x: Terms | jax.Array, contract: tuple[int, int] = (1, 0)) -> jax.Array:
     """mask . x: sums of a float32 x where a boolean mask says so."""
-    return dot(plan, jnp.where(mask, 1.0, 0.0).astype(jnp.bfloat16), x, contract)
+    return dot(plan, jnp.where(mask, jnp.float32(1), jnp.float32(0)).astype(jnp.bfloat16), x, contract)
 
 
 def log2_decay(g: jax.Array) -> jax.Array:

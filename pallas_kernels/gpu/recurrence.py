@@ -117,13 +117,13 @@ def core(plan: Plan, q, k, v, g, beta, state) -> tuple[jax.Array, jax.Array]:
 def core_forward(plan: Plan, q, k, v, g, beta, state):
     o, final, saved = forward(plan, q, k, v, g, beta, state, save=True)
     o, final = checkpoint_name(o, "chunk_o"), checkpoint_name(final, "chunk_final")
-    saved = {n: checkpoint_name(x, f"chunk_{n}") for n, x in saved.items()}  # with all of them kept, the forward does not run again
-    return (o, final), (q, k, v, g, beta, saved)
+    names = "chunk_states", "chunk_inverse", "chunk_inverse"  # the products come with the inverse: policies know that name
+    saved = [checkpoint_name(x, name) for x, name in zip(saved, names, strict=True)]  # all kept, the forward does not run again
+    return (o, final), (q, k, v, g, beta, *saved)
 
 
 def core_backward(plan: Plan, residuals, cotangents):
-    *inputs, saved = residuals
-    return backward(plan, *inputs, saved["states"], saved["inverse"], *cotangents)
+    return backward(plan, *residuals, *cotangents)
 
 
 core.defvjp(core_forward, core_backward)

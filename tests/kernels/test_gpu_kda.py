@@ -105,6 +105,9 @@ def test_half_precision_is_computed_in_float32():
     assert max(error(found[n], want[n]) for n in ("o", "q", "k", "v")) <= 3e-4  # rounding the result alone
 
 
+KERNEL = "custom_call @__gpu$xla.gpu.triton"
+
+
 def on_an_h200():
     mesh = jax.sharding.AbstractMesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     device = jax.sharding.AbstractDevice("NVIDIA H200", num_cores=None, platform="cuda")
@@ -128,4 +131,27 @@ def test_lowers_for_a_gpu(dtype):
         out, pull = jax.vjp(chunk_kda, *arrays)
         return out, pull(out)
 
-    assert export(both, q, q, v, g, beta, state).count("custom_call @__gpu$xla.gpu.triton") == 6
+    assert export(both, q, q, v, g, beta, state).count(KERNEL) == 6
+
+
+@pytest.mark.parametrize(("names", "kernels"), [((), 8), (("chunk_states", "chunk_inverse", "chunk_o", "chunk_final"), 6)])
+def test_remat_policy(names, kernels):
+    """With all that has a name kept, a remat runs no kernel of the forward again."""
+    make, policy = jax.ShapeDtypeStruct, jax.checkpoint_policies.save_only_these_names(*names)
+    q, beta = make((1, 64, 2, 32), jnp.float32), make((1, 64, 2), jnp.float32)
+    f = jax.checkpoint(lambda *a: jnp.sum(jnp.sin(chunk_kda(*a)[0])), policy=policy)
+    assert (
+        export(jax.value_and_grad(f, argnums=(0, 1, 2, 3, 4)), q, q, q, q, beta, make((1, 2, 32, 32), jnp.float32)).count(KERNEL) == kernels
+    )
+
+
+def test_sixty_four_bit_mode():
+    """Constants and indices keep their types, so that results keep their bits and kernels still lower."""
+    case = make_case("channel", True, T=20)
+    found = forward_backward(case, jnp.bfloat16, chunk_size=16)
+    with jax.enable_x64(True):
+        wide = forward_backward(case, jnp.bfloat16, chunk_size=16)
+        make = jax.ShapeDtypeStruct
+        q, g, beta = make((1, 20, 1, 16), jnp.bfloat16), make((1, 20, 1, 16), jnp.float32), make((1, 20, 1), jnp.float32)
+        assert export(chunk_kda, q, q, q, g, beta, make((1, 1, 16, 16), jnp.float32)).count(KERNEL) == 2
+    jax.tree.map(np.testing.assert_array_equal, found, wide)
