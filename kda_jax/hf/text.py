@@ -10,11 +10,17 @@ _GPT2_VOCABULARY = 50257
 
 
 def tokenizer_of(directory: str | Path, vocab_size: int) -> DataConfig:
-    """The tokenizer that lies beside a checkpoint; without one, GPT-2's for a vocabulary of its size and bytes for any other."""
+    """The tokenizer that lies beside a checkpoint; without one, GPT-2's for a vocabulary of its size and bytes for any other.
+
+    Raises:
+        UserError: there is a tokenizer_config.json, but not the vocabulary that it is about.
+    """
     directory = Path(directory)
     for name, tokenizer in (("tiktoken.model", "kimi"), ("tokenizer.json", "json")):
         if (directory / name).is_file():
             return DataConfig(tokenizer=tokenizer, vocabulary=str(directory.absolute()))
+    if vocab_size != _GPT2_VOCABULARY and (directory / "tokenizer_config.json").is_file():
+        raise UserError(f"{directory} has a tokenizer_config.json but neither a tiktoken.model nor a tokenizer.json beside it")
     return DataConfig(tokenizer="gpt2" if vocab_size == _GPT2_VOCABULARY else "bytes")
 
 

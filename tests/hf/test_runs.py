@@ -7,7 +7,7 @@ import sys
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoints import GPT2, KIMI, assert_same, large, loaded, loaded_model, tensors
+from checkpoints import GPT2, KIMI, assert_same, copy, large, loaded, loaded_model, tensors
 from flax import nnx
 
 import kda_jax
@@ -48,6 +48,16 @@ def test_occupied_destination(command, tmp_path, capsys):
     assert cli.main([command, str(GPT2), str(tmp_path)]) == 2
     assert "is not empty; choose another directory" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["note"]
+
+
+@pytest.mark.parametrize("command", ["import", "generate"])
+def test_a_tokenizer_without_its_vocabulary(command, tmp_path, capsys):
+    """A download that lacks a file is not taken for a model of bytes."""
+    directory, run = copy(KIMI, tmp_path / "x"), tmp_path / "run"
+    (directory / "tokenizer_config.json").write_text("{}")
+    assert cli.main(["import", str(directory), str(run)] if command == "import" else ["generate", str(directory), "--prompt", "a"]) == 2
+    assert "has a tokenizer_config.json but neither a tiktoken.model nor a tokenizer.json beside it" in capsys.readouterr().err
+    assert not run.exists()
 
 
 def test_load_casts(tmp_path):
