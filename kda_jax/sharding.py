@@ -290,6 +290,17 @@ def parts(name: str, size: int) -> int:
     return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in _divide(mesh.shape, size, _rule(ACTIVATIONS, name)))
 
 
+def evened(name: str, size: int, beside: str) -> int:
+    """The size, up to twice as many, that an axis must be padded to for the devices that `beside` leaves it to have the fewest each."""
+    mesh = ambient()
+    if mesh is None:
+        return size
+    each = lambda n: (
+        n // math.prod(mesh.shape[axis] for axis in _divide(mesh.shape, n, _rule(ACTIVATIONS, name), _rule(ACTIVATIONS, beside)))
+    )
+    return min(range(size, 2 * size), key=lambda n: (each(n), n))
+
+
 def automatic(f: Callable, out: Any) -> Callable:
     """On an explicit mesh, `f` with shardings inside left to the compiler and its results as `out` says; `f` itself elsewhere.
 

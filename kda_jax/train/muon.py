@@ -10,7 +10,7 @@ two agree, which is a test.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -54,7 +54,7 @@ def scale_by_muon(
         compute_dtype: of the iteration; float32 runs at the highest matmul precision.
         moment_dtype: that M is stored in. It is computed in float32.
 
-    Sharding: experts are spread over all devices, whole matrices each, and go back afterwards. Heads stay where they are, and the rows of
+    Sharding: experts are spread over the devices, whole matrices each, and go back afterwards. Heads stay where they are, and the rows of
         other matrices too: that costs a sum over the shards of the small product X X^T in each step of the iteration.
     """
 
@@ -70,10 +70,7 @@ def scale_by_muon(
             scaled = functools.partial(_scaled, widths=splits.get(name, m.shape[-1:]), rms=update_rms, dtype=compute_dtype)
 
             def matrices(x: Array) -> Array:
-                if x.ndim < 3:
-                    return scaled(x)
-                spread = lambda x: sharding.constrain(x, "matrices", None, None)  # before and after: what lies between follows both
-                return sharding.store(spread(scaled(spread(x))), axes[name])
+                return scaled(x) if x.ndim < 3 else _spread(scaled, x, axes[name])
 
             # One stacked layer at a time: the iteration needs room for several copies of what it works on.
             return jax.lax.map(matrices, m) if "periods" in name.split(".") else matrices(m)
@@ -82,6 +79,17 @@ def scale_by_muon(
         return updates, MuonState(jax.tree.map(lambda m: m.astype(moment_dtype), moved))
 
     return optax.GradientTransformation(init, update)
+
+
+def _spread(f: Callable[[Array], Array], x: Float[Array, "n rows C"], names: sharding.Names) -> Float[Array, "n rows C"]:
+    """f(x), its n matrices spread over all devices: an owner of experts shares them out among those that store parts of them, and where
+    their number does not divide, matrices of zeros make it up, so that no device works on many for want of a few."""
+    owners = sharding.parts("experts", len(x))
+    own = len(x) // owners
+    even = sharding.evened("matrices", own, beside="experts")
+    apart = lambda x: sharding.constrain(x, "experts", "matrices", None, None)  # before and after: what lies between follows both
+    x = jnp.pad(x.reshape(owners, own, *x.shape[1:]), ((0, 0), (0, even - own), (0, 0), (0, 0)))
+    return sharding.store(apart(f(apart(x)))[:, :own].reshape(-1, *x.shape[2:]), names)
 
 
 def _scaled(x: Float[Array, "*n rows C"], widths: tuple[int, ...], rms: float, dtype: Any) -> Float[Array, "*n rows C"]:

@@ -137,8 +137,10 @@ def test_updates_on_a_mesh():
     assert len(specs) == 3
 
 
-def test_experts_travel_twice():
-    """To the devices that make them orthogonal and, as updates, back: parameters and momentum stay, and no matrix is split."""
+@pytest.mark.parametrize(("experts", "moved"), [(8, 8), (6, 8), (10, 16)])
+def test_experts_travel_twice(experts, moved):
+    """To the devices that make them orthogonal and, as updates, back: parameters and momentum stay, and no matrix is split. Six experts are
+    three for each of two owners, shared out among four devices as if they were four; five would be eight."""
     muon = scale_by_muon(
         momentum=0.95,
         update_rms=0.2,
@@ -147,7 +149,7 @@ def test_experts_travel_twice():
         compute_dtype="float32",
         moment_dtype="float32",
     )
-    mesh, shape = make_mesh(MeshConfig(fsdp=4, expert=2)), (2, 8, 64, 32)
+    mesh, shape = make_mesh(MeshConfig(fsdp=4, expert=2)), (2, experts, 64, 32)
     placed = parameter_sharding(mesh, ("experts", "embed", "mlp"), shape)
     params = {"periods": {"w1": jax.ShapeDtypeStruct(shape, jnp.float32, sharding=placed)}}
 
@@ -155,10 +157,15 @@ def test_experts_travel_twice():
         updates, state = muon.update(grads, state)
         return jax.tree.map(lambda p, u: p - 0.1 * (u + 0.01 * p), params, updates), state
 
+    rng = np.random.default_rng(0)
+    values = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape), jnp.float32), (params, params, MuonState(params)))
+    wanted = jax.jit(apply)(*values)
     with jax.set_mesh(mesh):
-        text = jax.jit(apply, out_shardings=placed).lower(params, params, MuonState(params)).compile().as_text()
-    found = collectives(text)
-    assert bytes_by_kind(found) == {"all-to-all": 2 * 2 * 64 * 32 * 4}, bytes_by_source(found)
+        compiled = jax.jit(apply, out_shardings=placed).lower(params, params, MuonState(params)).compile()
+        updated = compiled(*jax.device_put(values, placed))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), updated, wanted)
+    found = collectives(compiled.as_text())
+    assert bytes_by_kind(found) == {"all-to-all": 2 * 2 * moved // 8 * 64 * 32 * 4}, bytes_by_source(found)
 
 
 def test_heads_of_other_models():
