@@ -28,7 +28,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.gpu.chunk import chunk_kernel, decay_kernel
 from pallas_kernels.gpu.gradients import channels_kernel, values_kernel
-from pallas_kernels.gpu.plan import Plan
+from pallas_kernels.gpu.plan import Plan, spans
 from pallas_kernels.gpu.walk import backward_walk, forward_walk
 
 Operand = tuple  # an array, or the shape and dtype of a result; and its BlockSpec
@@ -72,6 +72,12 @@ def walked(x, *, axis: int, block: int | None = None) -> Operand:
     return x, pl.BlockSpec(tuple(shape), index)
 
 
+def constant(plan: Plan) -> Operand:
+    """All of `spans`, for every program."""
+    x = jnp.asarray(spans(plan), jnp.bfloat16)
+    return x, pl.BlockSpec(x.shape, lambda *_: (0, 0, 0))
+
+
 def like(*shape: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
@@ -103,7 +109,8 @@ def prepare(plan: Plan, q, k, g, beta=None) -> tuple[list[jax.Array], list[jax.A
     moved = row(plan, like(plan.terms, heads, T, K, dtype=jnp.bfloat16))
     products = row(plan, like(plan.terms, heads, T, C, dtype=jnp.bfloat16))
     total = like(heads, N, K), pl.BlockSpec((None, None, K), lambda i, n: (i, n, 0))
-    ins, outs = [token(plan, q, group=plan.group), token(plan, k, group=plan.group), token(plan, g)], [moved, moved, moved, total]
+    ins = [constant(plan), token(plan, q, group=plan.group), token(plan, k, group=plan.group), token(plan, g)]
+    outs = [moved, moved, moved, total]
     if beta is None:
         return call(plan, functools.partial(decay_kernel, plan, plan.block("decay", K)), "decay", (heads, N), ins, outs), []
     kernel = functools.partial(chunk_kernel, plan, plan.block("chunk", K))
@@ -175,8 +182,8 @@ def channels_backward(plan: Plan, q, k, g, beta, do, y, dr, states, dends, dqk, 
     _, heads, T, _ = dr.shape
     K, block = plan.K, plan.block("channels", plan.K)
     query = lambda x: token(plan, x, group=plan.group, block=block)
-    ins = [query(q), query(k), token(plan, g, block=block), token(plan, beta), token(plan, do), row(plan, y), row(plan, dr)]
-    ins += [edge(plan, states, block=block), edge(plan, dends, block=block), row(plan, dqk), row(plan, da)]
+    ins = [constant(plan), query(q), query(k), token(plan, g, block=block), token(plan, beta), token(plan, do), row(plan, y)]
+    ins += [row(plan, dr), edge(plan, states, block=block), edge(plan, dends, block=block), row(plan, dqk), row(plan, da)]
     per_head = lambda dtype: token(plan, like(*g.shape, dtype=dtype), block=block)
     through_kk = like(K // block, heads, T), pl.BlockSpec((None, None, plan.C), lambda i, n, j: (j, i, n))
     outs = [per_head(q.dtype if plan.group == 1 else jnp.float32)] * 2 + [per_head(g.dtype), through_kk]

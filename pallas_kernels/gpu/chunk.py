@@ -15,10 +15,8 @@ from pallas_kernels.gpu.plan import (
     Terms,
     dot,
     log2_decay,
-    masked_sum,
     once,
     pairs_of_level,
-    spans_of_level,
     square,
     store,
     terms,
@@ -26,15 +24,14 @@ from pallas_kernels.gpu.plan import (
 )
 
 
-def decays(plan: Plan, g: Terms) -> tuple[jax.Array, jax.Array]:
+def decays(plan: Plan, spans, g: Terms) -> tuple[jax.Array, jax.Array]:
     """[C, K] decays from the chunk's start to each token, it included, and from each token, excluded, to the chunk's end."""
-    i, t = square(plan)
-    return jnp.exp2(masked_sum(plan, t <= i, g)), jnp.exp2(masked_sum(plan, t > i, g))
+    return level_factor(plan, spans, plan.levels, g), level_factor(plan, spans, plan.levels + 1, g)
 
 
-def level_factor(plan: Plan, level, g: Terms) -> jax.Array:
-    """[C, K]: what tokens decay by at a level, see `spans_of_level`."""
-    return jnp.exp2(masked_sum(plan, spans_of_level(plan, level), g))
+def level_factor(plan: Plan, spans, level, g: Terms) -> jax.Array:
+    """[C, K]: what tokens decay by at a level, see `plan.spans`."""
+    return jnp.exp2(dot(plan, spans[level], g))
 
 
 def inverse(plan: Plan, a: jax.Array) -> jax.Array:
@@ -46,11 +43,12 @@ def inverse(plan: Plan, a: jax.Array) -> jax.Array:
     """
     i, j = square(plan)
     eye = jnp.where(i == j, jnp.float32(1), jnp.float32(0))
-    x = eye - jnp.where(pairs_of_level(plan, 0), a, 0.0)
-    for level in range(1, plan.levels):
-        joined = once(plan, jnp.where(pairs_of_level(plan, level), a, 0.0))
-        x16 = once(plan, x)
-        x = x - dot(plan, once(plan, dot(plan, x16, joined)), x16)
+
+    def level(n, x):
+        joined, x16 = once(plan, jnp.where(pairs_of_level(plan, n), a, 0.0)), once(plan, x)
+        return x - dot(plan, once(plan, dot(plan, x16, joined)), x16)
+
+    x = lax.fori_loop(1, plan.levels, level, eye - jnp.where(pairs_of_level(plan, 0), a, 0.0))
     if plan.terms == 3:
         return x
     x16 = once(plan, x)
@@ -59,36 +57,36 @@ def inverse(plan: Plan, a: jax.Array) -> jax.Array:
     return x32 + dot(plan, x16, once(plan, residual))
 
 
-def decayed(plan: Plan, own, q, k, g, q_in, k_in, k_out, total) -> tuple[jax.Array, jax.Array, Terms]:
+def decayed(plan: Plan, own, spans, q, k, g, q_in, k_in, k_out, total) -> tuple[jax.Array, jax.Array, Terms]:
     """Of the channels `own`: stores q and k decayed from the chunk's start, k to its end, the state's decay; returns q, k, log decays."""
     queries, keys, logs = q[:, own].astype(jnp.float32), k[:, own].astype(jnp.float32), log2_decay(g[:, own])
     total[own] = jnp.exp2(jnp.sum(logs, 0))
     logs = terms(plan, logs)
-    into, outof = decays(plan, logs)
+    into, outof = decays(plan, spans, logs)
     for ref, x in ((q_in, queries * into), (k_in, keys * into), (k_out, keys * outof)):
         store(ref, terms(plan, x), slice(None), own)
     return queries, keys, logs
 
 
-def decay_kernel(plan: Plan, block: int, q, k, g, q_in, k_in, k_out, total):
-    """q, k, g [C, K] -> in terms q_in, k_in, k_out [C, K]; total [K]. `block` channels are taken at a time."""
+def decay_kernel(plan: Plan, block: int, spans, q, k, g, q_in, k_in, k_out, total):
+    """`spans` as in plan; q, k, g [C, K] -> in terms q_in, k_in, k_out [C, K]; total [K]. `block` channels are taken at a time."""
 
     def channels(n, _):
-        decayed(plan, pl.ds(n * block, block), q, k, g, q_in, k_in, k_out, total)
+        decayed(plan, pl.ds(n * block, block), spans, q, k, g, q_in, k_in, k_out, total)
         return _
 
     lax.fori_loop(0, plan.K // block, channels, 0)
 
 
-def chunk_kernel(plan: Plan, block: int, q, k, g, beta, q_in, k_in, k_out, total, qk, solve):
+def chunk_kernel(plan: Plan, block: int, spans, q, k, g, beta, q_in, k_in, k_out, total, qk, solve):
     """As `decay_kernel`, and with beta [C] in terms the products q . k and the inverse [C, C]."""
     i, j = square(plan)
 
     def channels(n, products):
-        queries, keys, logs = decayed(plan, pl.ds(n * block, block), q, k, g, q_in, k_in, k_out, total)
+        queries, keys, logs = decayed(plan, pl.ds(n * block, block), spans, q, k, g, q_in, k_in, k_out, total)
 
         def level(m, products):
-            factor, pairs = level_factor(plan, m, logs), pairs_of_level(plan, m)
+            factor, pairs = level_factor(plan, spans, m, logs), pairs_of_level(plan, m)
             rows, columns = terms(plan, queries * factor), terms(plan, keys * factor)
             found = [dot(plan, x, columns, (1, 1)) for x in (rows, columns)]
             return [x + jnp.where(pairs, y, 0.0) for x, y in zip(products, found, strict=True)]
@@ -97,5 +95,5 @@ def chunk_kernel(plan: Plan, block: int, q, k, g, beta, q_in, k_in, k_out, total
         return lax.fori_loop(0, plan.levels, level, [products[0] + diagonal, products[1]])
 
     by_query, by_key = lax.fori_loop(0, plan.K // block, channels, [jnp.zeros((plan.C, plan.C), jnp.float32)] * 2)
-    store(qk, terms(plan, by_query))
-    store(solve, terms(plan, inverse(plan, by_key * beta[...][:, None])))
+    store(qk, terms(plan, jnp.where(i >= j, by_query, 0.0)))
+    store(solve, terms(plan, inverse(plan, jnp.where(i > j, by_key * beta[...][:, None], 0.0))))

@@ -16,10 +16,8 @@ from pallas_kernels.gpu.plan import (
     dot,
     load,
     log2_decay,
-    masked_sum,
     once,
     pairs_of_level,
-    spans_of_level,
     square,
     store,
     terms,
@@ -43,12 +41,12 @@ def values_kernel(plan: Plan, block: int, v, do, beta, k_in, solve, states, dr, 
         store(y, written, slice(None), own)
         dv[:, own] = (weight * d).astype(dv.dtype)
         dbeta = dbeta + jnp.sum(d * error, 1)
-        return dqk + dot(plan, do[:, own], written, (1, 1)), da - dot(plan, gained, written, (1, 1)), dbeta
+        return dot(plan, do[:, own], written, (1, 1), dqk), dot(plan, gained, written, (1, 1), da), dbeta
 
     zeros = jnp.zeros((plan.C, plan.C), jnp.float32)
     products, d_a, d_beta = lax.fori_loop(0, plan.V // block, columns, (zeros, zeros, jnp.zeros((plan.C,), jnp.float32)))
     store(dqk, terms(plan, plan.scale * jnp.where(i >= j, products, 0.0)))
-    store(da, terms(plan, jnp.where(i > j, d_a, 0.0)))
+    store(da, terms(plan, jnp.where(i > j, -d_a, 0.0)))
     dbeta[...] = d_beta
 
 
@@ -58,13 +56,11 @@ def state_gradients(plan: Plan, block: int, weight, do, y, dr, states, dends):
     def columns(n, carry):
         own = pl.ds(n * block, block)
         start, end = load(states, slice(None), own), load(dends, slice(None), own)
-        found = (
-            dot(plan, do[:, own], start, (1, 1)),
-            dot(plan, load(dr, slice(None), own), start, (1, 1)),
-            dot(plan, load(y, slice(None), own), end, (1, 1)),
-            jnp.sum(whole(start) * whole(end), 1),
-        )
-        return tuple(x + y for x, y in zip(carry, found, strict=True))
+        d_query, d_key, left, d_total = carry
+        d_query = dot(plan, do[:, own], start, (1, 1), d_query)
+        d_key = dot(plan, load(dr, slice(None), own), start, (1, 1), d_key)
+        left = dot(plan, load(y, slice(None), own), end, (1, 1), left)
+        return d_query, d_key, left, d_total + jnp.sum(whole(start) * whole(end), 1)
 
     zeros = jnp.zeros((plan.C, states.shape[1]), jnp.float32)
     carry = zeros, zeros, zeros, jnp.zeros(states.shape[1:2], jnp.float32)
@@ -72,39 +68,36 @@ def state_gradients(plan: Plan, block: int, weight, do, y, dr, states, dends):
     return plan.scale * d_query, -weight * d_key, left, d_total
 
 
-def channels_kernel(plan: Plan, q, k, g, beta, do, y, dr, states, dends, dqk, da, dq, dk, dg, dbeta):
-    """q, k, g, dq, dk, dg [C, block]; beta [C]; do [C, V]; in terms y, dr [C, V], states, dends [block, V], dqk, da [C, C]; dbeta [C] holds
-    what comes through kk alone."""
+def channels_kernel(plan: Plan, spans, q, k, g, beta, do, y, dr, states, dends, dqk, da, dq, dk, dg, dbeta):
+    """`spans` as in plan; q, k, g, dq, dk, dg [C, block]; beta [C]; do [C, V]; in terms y, dr [C, V], states, dends [block, V], dqk,
+    da [C, C]; dbeta [C] holds what comes through kk alone."""
     i, t = square(plan)
     queries, keys = q[...].astype(jnp.float32), k[...].astype(jnp.float32)
     logs = log2_decay(g[...])
     remains = jnp.exp2(jnp.sum(logs, 0))
     logs = terms(plan, logs)
-    into, outof = decays(plan, logs)
+    into, outof = decays(plan, spans, logs)
     weight = beta[...][:, None]
     d_queries, d_keys, left, d_total = state_gradients(plan, min(64, plan.V), weight, do, y, dr, states, dends)
     d_queries, d_keys, left = d_queries * into, d_keys * into, left * outof
-    d_logs = masked_sum(plan, t <= i, queries * d_queries + keys * d_keys, (0, 0))
-    d_logs = d_logs + masked_sum(plan, t > i, keys * left, (0, 0)) + (d_total * remains)[None, :]
+    d_logs = dot(plan, spans[plan.levels], queries * d_queries + keys * d_keys, (0, 0))
+    d_logs = dot(plan, spans[plan.levels + 1], keys * left, (0, 0), d_logs) + (d_total * remains)[None, :]
     by_query, by_key = load(dqk), load(da)
     diagonal = jnp.sum(jnp.where(i == t, whole(by_query), 0.0), 1)[:, None]
     d_queries, d_keys = d_queries + diagonal * keys, d_keys + left + diagonal * queries
 
     def level(n, carry):
         d_queries, d_keys, d_logs, d_weight = carry
-        factor, pairs = level_factor(plan, n, logs), pairs_of_level(plan, n)
+        factor, pairs = level_factor(plan, spans, n, logs), pairs_of_level(plan, n)
         rows, columns = queries * factor, keys * factor
         by_q, by_k = ([jnp.where(pairs, x, jnp.zeros_like(x)) for x in xs] for xs in (by_query, by_key))
         by_q, by_k, rows1, columns1 = tuple(by_q), tuple(by_k), once(plan, rows), once(plan, columns)
         d_rows, d_columns = dot(plan, by_q, columns1), dot(plan, by_k, columns1)
         d_weight = d_weight + jnp.sum(columns * d_columns, 1)
-        d_columns = (
-            weight * d_columns
-            + dot(plan, once(plan, by_q), rows1, (0, 0))
-            + dot(plan, once(plan, by_k), once(plan, weight * columns), (0, 0))
-        )
-        gained = masked_sum(plan, spans_of_level(plan, n), rows * d_rows + columns * d_columns, (0, 0))
-        return d_queries + factor * d_rows, d_keys + factor * d_columns, d_logs + gained, d_weight
+        d_columns = dot(plan, once(plan, by_q), rows1, (0, 0), weight * d_columns)
+        d_columns = dot(plan, once(plan, by_k), once(plan, weight * columns), (0, 0), d_columns)
+        d_logs = dot(plan, spans[n], rows * d_rows + columns * d_columns, (0, 0), d_logs)
+        return d_queries + factor * d_rows, d_keys + factor * d_columns, d_logs, d_weight
 
     d_queries, d_keys, d_logs, d_weight = lax.fori_loop(
         0, plan.levels, level, (d_queries, d_keys, d_logs, jnp.zeros((plan.C,), jnp.float32))

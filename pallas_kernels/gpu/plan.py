@@ -1,6 +1,6 @@
 """Static facts of a call and the few value-level helpers the kernel bodies share.
 
-Triton knows no slices or concatenations of values, so everything inside a chunk is whole [C, C] and [C, K] tiles and masks made of iotas.
+Triton knows no slices or concatenations of values, so everything inside a chunk is whole [C, C] and [C, K] tiles and masks.
 """
 
 import dataclasses
@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 LOG2E = math.log2(math.e)
@@ -31,7 +32,7 @@ class Tuning(NamedTuple):
     decay: Launch = Launch(32, 4)
     walk_back: Launch = Launch(64, 4)
     values: Launch = Launch(32, 4)
-    channels: Launch = Launch(32, 4)
+    channels: Launch = Launch(64, 4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,19 +91,14 @@ def store(ref, x: Terms, *index) -> None:
         ref[n, *index] = part
 
 
-def dot(plan: Plan, x: Terms | jax.Array, y: Terms | jax.Array, contract: tuple[int, int] = (1, 0)) -> jax.Array:
-    """x . y over the named axes with float32 sums; the products of small terms that no bit would notice are left out."""
+def dot(plan: Plan, x: Terms | jax.Array, y: Terms | jax.Array, contract: tuple[int, int] = (1, 0), onto=None) -> jax.Array:
+    """x . y over the named axes with float32 sums, added to `onto`; the products of small terms that no bit would notice are left out."""
     xs, ys = (z if isinstance(z, tuple) else terms(plan, z) for z in (x, y))
     pairs = [(a, b) for i, a in enumerate(xs) for j, b in enumerate(ys) if i + j < plan.terms]
-    out = 0.0
     for a, b in reversed(pairs):
-        out = out + lax.dot_general(a, b, (((contract[0],), (contract[1],)), ((), ())), preferred_element_type=jnp.float32)
-    return out
-
-
-def masked_sum(plan: Plan, mask: jax.Array, x: Terms | jax.Array, contract: tuple[int, int] = (1, 0)) -> jax.Array:
-    """mask . x: sums of a float32 x where a boolean mask says so."""
-    return dot(plan, jnp.where(mask, jnp.float32(1), jnp.float32(0)).astype(jnp.bfloat16), x, contract)
+        product = lax.dot_general(a, b, (((contract[0],), (contract[1],)), ((), ())), preferred_element_type=jnp.float32)
+        onto = product if onto is None else onto + product
+    return onto
 
 
 def log2_decay(g: jax.Array) -> jax.Array:
@@ -116,14 +112,18 @@ def square(plan: Plan) -> tuple[jax.Array, jax.Array]:
 
 
 def pairs_of_level(plan: Plan, level) -> jax.Array:
-    """[C, C] boolean: i > j, and the smallest power-of-two block that holds both has halves of 2**level tokens."""
+    """[C, C] boolean: the smallest power-of-two block that holds tokens i and j has halves of 2**level tokens."""
     i, j = square(plan)
-    return (((i ^ j) >> level) == 1) & (i > j)
+    return ((i ^ j) >> level) == 1
 
 
-def spans_of_level(plan: Plan, level) -> jax.Array:
-    """[C, C] boolean: the tokens t that i decays through at a level: in a later half from its first token to i, in an earlier one from the
-    token after i to its last. Rows of later and columns of earlier halves, so decayed, make the products of `pairs_of_level`."""
-    i, t = square(plan)
-    later = ((i >> level) & 1) == 1
-    return (((i ^ t) >> level) == 0) & jnp.where(later, t <= i, t > i)
+def spans(plan: Plan) -> np.ndarray:
+    """[levels + 2, C, C] of 0 and 1, whose products with log decays [C, K] sum those of the tokens t that token i decays through.
+
+    At a level: in a later half of 2**level tokens from its first to i, in an earlier one from the token after i to its last; rows of later
+    and columns of earlier halves so decayed make the products of `pairs_of_level`. Then from the chunk's start to i, it included, and from
+    the token after i to the chunk's end.
+    """
+    i, t = np.arange(plan.C)[:, None], np.arange(plan.C)
+    levels = [(i >> n == t >> n) & np.where((i >> n) & 1 == 1, t <= i, t > i) for n in range(plan.levels)]
+    return np.stack([*levels, t <= i, t > i])

@@ -22,9 +22,9 @@ def forward_walk(plan: Plan, v, beta, q_in, k_in, k_out, total, qk, solve, initi
             store(states[0], carried, n)
         r = beta[own][:, None] * (v[own, :].astype(jnp.float32) - dot(plan, load(k_in, own), carried))
         y = terms(plan, dot(plan, load(solve, own), r))
-        out = dot(plan, load(q_in, own), carried) + dot(plan, load(qk, own), y)
+        out = dot(plan, load(qk, own), y, onto=dot(plan, load(q_in, own), carried))
         o[own, :] = (plan.scale * out).astype(o.dtype)
-        return total[n, :][:, None] * state + dot(plan, load(k_out, own), y, (0, 0))
+        return dot(plan, load(k_out, own), y, (0, 0), total[n, :][:, None] * state)
 
     final[...] = lax.fori_loop(0, total.shape[0], step, initial[...])
 
@@ -40,7 +40,7 @@ def backward_walk(plan: Plan, do, beta, q_in, k_in, k_out, total, qk, solve, dfi
         carried = terms(plan, dstate)
         store(dends, carried, n)
         dout = do[own, :]
-        dy = plan.scale * dot(plan, load(qk, own), dout, (0, 0)) + dot(plan, load(k_out, own), carried)
+        dy = dot(plan, load(k_out, own), carried, onto=plan.scale * dot(plan, load(qk, own), dout, (0, 0)))
         found = dot(plan, load(solve, own), dy, (0, 0))
         store(dr, terms(plan, found), own)
         from_outputs = plan.scale * dot(plan, load(q_in, own), dout, (0, 0))
