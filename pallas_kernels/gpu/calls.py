@@ -12,7 +12,7 @@ of each, both directions 4.4 KB): megabytes, and their time in ms at 4.8 TB/s; G
     decay      head, chunk                  673   0.14      16   0.02   q k g -> q_in k_in k_out
     walk_back  head, columns of V          1027   0.21      90   0.11   those, qk solve do -> dr(512), dends(1024)
     values     head, chunk                 1076   0.22      60   0.08   v do k_in solve states dr -> dv, y(512) dqk da(256 each)
-    channels   head, chunk, channels of K  1549   0.32     361   0.46   q k g do y dr dqk da states dends -> dq dk dg(512)
+    channels   head and channels, chunk    1549   0.32     361   0.46   q k g do y dr dqk da states dends -> dq dk dg(512)
     sum                                    6092   1.27     881   1.12   forward 1767 MB, 0.37 ms
 
 By the larger of the two of every kernel the floor is 1.5 ms, 0.5 of it forward. Estimated, not measured: 3 to 4 ms, 1.0 to 1.4 of it
@@ -34,26 +34,27 @@ from pallas_kernels.gpu.walk import backward_walk, forward_walk
 Operand = tuple  # an array, or the shape and dtype of a result; and its BlockSpec
 
 
-def token(plan: Plan, x, *, group: int = 1, block: int | None = None) -> Operand:
-    """A chunk of a head of [B, T, heads, width]: [C, width], or [C, block] by the grid's third axis; of [B, T, HV]: [C]."""
-    head = lambda i: (i // plan.HV, i % plan.HV // group)
+def token(plan: Plan, x, *, group: int = 1, parts: int = 1, split: bool = False) -> Operand:
+    """A chunk of a head of [B, T, heads, width]: [C, width]; of [B, T, HV]: [C]. Where the first axis of the grid counts heads and `parts`
+    of each, the width may be split into as many."""
+    head = lambda i: (i // parts // plan.HV, i // parts % plan.HV // group)
     if len(x.shape) == 3:
-        return x, pl.BlockSpec((None, plan.C, None), lambda i, n, j=0: (head(i)[0], n, head(i)[1]))
-    index = lambda i, n, j=0: (head(i)[0], n, head(i)[1], 0 if block is None else j)
-    return x, pl.BlockSpec((None, plan.C, None, block or x.shape[-1]), index)
+        return x, pl.BlockSpec((None, plan.C, None), lambda i, n: (head(i)[0], n, head(i)[1]))
+    index = lambda i, n: (head(i)[0], n, head(i)[1], i % parts if split else 0)
+    return x, pl.BlockSpec((None, plan.C, None, x.shape[-1] // parts if split else x.shape[-1]), index)
 
 
-def row(plan: Plan, x) -> Operand:
+def row(plan: Plan, x, *, parts: int = 1) -> Operand:
     """A chunk of a head of [terms, B HV, T, width]: [terms, C, width]; of [B HV, T]: [C]."""
     if len(x.shape) == 2:
-        return x, pl.BlockSpec((None, plan.C), lambda i, n, j=0: (i, n))
-    return x, pl.BlockSpec((x.shape[0], None, plan.C, x.shape[-1]), lambda i, n, j=0: (0, i, n, 0))
+        return x, pl.BlockSpec((None, plan.C), lambda i, n: (i, n))
+    return x, pl.BlockSpec((x.shape[0], None, plan.C, x.shape[-1]), lambda i, n: (0, i // parts, n, 0))
 
 
-def edge(plan: Plan, x, *, block: int | None = None) -> Operand:
-    """A chunk's [terms, K or block, V] of [terms, B HV, N, K, V]."""
-    index = lambda i, n, j=0: (0, i, n, 0 if block is None else j, 0)
-    return x, pl.BlockSpec((x.shape[0], None, None, block or x.shape[3], x.shape[4]), index)
+def edge(plan: Plan, x, *, parts: int = 1) -> Operand:
+    """A chunk's [terms, K / parts, V] of [terms, B HV, N, K, V]."""
+    index = lambda i, n: (0, i // parts, n, i % parts, 0)
+    return x, pl.BlockSpec((x.shape[0], None, None, x.shape[3] // parts, x.shape[4]), index)
 
 
 def walked_token(plan: Plan, x, block: int | None = None) -> Operand:
@@ -178,13 +179,15 @@ def values_backward(plan: Plan, k_in, v, beta, states, inverse, do, dr) -> list[
 
 
 def channels_backward(plan: Plan, q, k, g, beta, do, y, dr, states, dends, dqk, da) -> list[jax.Array]:
-    """dq, dk (of every value head, float32 where they share one), dg; dbeta through kk [K / block, B HV, T]."""
+    """dq, dk (of every value head, float32 where they share one), dg; dbeta through kk [parts, B HV, T]."""
     _, heads, T, _ = dr.shape
-    K, block = plan.K, plan.block("channels", plan.K)
-    query = lambda x: token(plan, x, group=plan.group, block=block)
-    ins = [constant(plan), query(q), query(k), token(plan, g, block=block), token(plan, beta), token(plan, do), row(plan, y)]
-    ins += [row(plan, dr), edge(plan, states, block=block), edge(plan, dends, block=block), row(plan, dqk), row(plan, da)]
-    per_head = lambda dtype: token(plan, like(*g.shape, dtype=dtype), block=block)
-    through_kk = like(K // block, heads, T), pl.BlockSpec((None, None, plan.C), lambda i, n, j: (j, i, n))
-    outs = [per_head(q.dtype if plan.group == 1 else jnp.float32)] * 2 + [per_head(g.dtype), through_kk]
-    return call(plan, functools.partial(channels_kernel, plan), "channels", (heads, T // plan.C, K // block), ins, outs)
+    parts = plan.K // plan.block("channels", plan.K)
+    of_query = lambda x: token(plan, x, group=plan.group, parts=parts, split=True)
+    of_value = lambda x: token(plan, x, parts=parts, split=True)
+    ins = [constant(plan), of_query(q), of_query(k), of_value(g), token(plan, beta, parts=parts), token(plan, do, parts=parts)]
+    ins += [row(plan, y, parts=parts), row(plan, dr, parts=parts), edge(plan, states, parts=parts), edge(plan, dends, parts=parts)]
+    ins += [row(plan, dqk, parts=parts), row(plan, da, parts=parts)]
+    low = q.dtype if plan.group == 1 else jnp.float32
+    through_kk = like(parts, heads, T), pl.BlockSpec((None, None, plan.C), lambda i, n: (i % parts, i // parts, n))
+    outs = [*(of_value(like(*g.shape, dtype=dtype)) for dtype in (low, low, g.dtype)), through_kk]
+    return call(plan, functools.partial(channels_kernel, plan), "channels", (heads * parts, T // plan.C), ins, outs)

@@ -59,6 +59,22 @@ def test_lowers_through_the_op():
     assert export(jax.grad(loss), *arrays).count(KERNEL) == 6
 
 
+def test_batched_by_vmap(interpreted):
+    """One more axis of the grid, of which Triton has three."""
+    arrays = inputs(T=20, K=32)
+    loss = lambda implementation, *a: jnp.sum(jnp.sin(ops.kda(*a, chunk_size=16, implementation=implementation).o))
+    rows = [x[:, None] for x in arrays]
+    gradients = lambda implementation: jax.vmap(jax.grad(functools.partial(loss, implementation), argnums=(0, 3)))
+    for found, want in zip(jax.jit(gradients("pallas_gpu"))(*rows), jax.jit(gradients("xla"))(*rows), strict=True):
+        assert_close("gradient", found, want, TOLERANCE["float32"].gradient)
+
+
+def test_lowers_under_vmap():
+    rows = [x[:, None] for x in inputs(T=20, K=32)]
+    loss = lambda *a: jnp.sum(ops.kda(*a, chunk_size=16, implementation="pallas_gpu").o)
+    assert export(jax.vmap(jax.grad(loss, argnums=(0, 3))), *rows).count(KERNEL) == 6
+
+
 def test_no_call_takes_them_unnamed():
     """No GPU has run them: explain says so where nothing else stands in the way."""
     with on_an_h200():
