@@ -7,7 +7,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Integer
 
 from kda_jax.ops.dispatch import not_on, tpu_only
 from kda_jax.ops.exchange import at_owners
@@ -78,6 +78,7 @@ def experts(
         raise ValueError(
             f"routing has experts {routing.experts.shape} and weights {routing.weights.shape}; expected {x.shape[:-1]} and k in both"
         )
+    routing = routing._replace(experts=routing.experts.astype(jnp.int32))  # what the arithmetic below needs: signed, room for E
     D, E = x.shape[-1], w1.shape[0]
     if w1.ndim != 3 or w1.shape[1] != D or w3.shape != w1.shape or w2.shape != (E, w1.shape[2], D):
         raise ValueError(f"w1 {w1.shape}, w3 {w3.shape}, w2 {w2.shape} do not fit x {x.shape}; expected (E, D, F) twice and (E, F, D)")
@@ -121,7 +122,7 @@ def _gated(activation: Callable, implementation: str | None, w1: Array, w3: Arra
 def grouped_dot(
     x: Float[Array, "M D"],
     w: Float[Array, "E D F"],
-    group_sizes: Int[Array, "E"],
+    group_sizes: Integer[Array, "E"],
     implementation: Literal["ragged", "blocks", "pallas_tpu"] | None = None,
 ) -> Float[Array, "M F"]:
     """Each group of consecutive rows times its own matrix: the first group_sizes[0] rows times w[0], the next times w[1], and so on.
@@ -131,6 +132,7 @@ def grouped_dot(
     """
     if implementation not in ("ragged", "blocks", "pallas_tpu", None):
         raise ValueError(f"implementation is {implementation!r}; expected 'ragged', 'blocks', 'pallas_tpu' or None")
+    group_sizes = group_sizes.astype(jnp.int32)  # signed: what follows negates them
     refused = _refused(x, w)
     if implementation == "pallas_tpu" and refused:
         raise NotImplementedError(f"grouped_dot: implementation 'pallas_tpu' does not apply: {refused}")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kda_jax.ops.experts import experts, grouped_dot, swiglu
-from kda_jax.ops.routing import Routing, route
+from kda_jax.ops.routing import Routing, expert_counts, limit, route
 
 IMPLEMENTATIONS = ["ragged", "blocks"]
 
@@ -181,6 +181,30 @@ def test_bfloat16_rounds_each_product_and_sums_experts_in_float32():
     expected = sum(routing.weights[:, [j]] * one_by_one[j].astype(jnp.float32) for j in range(3))
     assert y.dtype == jnp.bfloat16
     np.testing.assert_array_equal(y, expected.astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_sizes_of_groups_in_any_integers(implementation):
+    """Two groups of 5 and 30 rows, the second in two blocks of rows; five rows belong to none."""
+    x, w = jnp.arange(40.0)[:, None], jnp.array([2.0, 3.0])[:, None, None]
+    wanted = np.where(np.arange(40) < 5, 2, np.where(np.arange(40) < 35, 3, 0)) * np.arange(40.0)
+    for dtype in ("int32", "uint32", "int8", "uint8", "int16"):
+        found = grouped_dot(x, w, jnp.array([5, 30], dtype), implementation)
+        np.testing.assert_array_equal(found[:, 0], wanted, err_msg=dtype)
+
+
+@pytest.mark.parametrize(("E", "dtype"), [(256, "uint8"), (128, "int8"), (4, "uint32")])
+def test_numbers_of_experts_in_any_integers(E, dtype):
+    """As many experts as a type has numbers: there is none left in it for a choice that has no place."""
+    chosen = np.array([[E - 1], [0], [E - 1], [1]])
+    w, w2 = jnp.ones((E, 1, 1)), jnp.arange(E, dtype=jnp.float32)[:, None, None]
+    routing = Routing(jnp.asarray(chosen, dtype), jnp.ones((4, 1)))
+    y = experts(jnp.ones((4, 1)), routing, w, w, w2, activation=lambda gate, up: up)
+    np.testing.assert_array_equal(y, chosen)
+    np.testing.assert_array_equal(expert_counts(routing.experts, E), np.bincount(chosen[:, 0], minlength=E))
+    limited = limit(routing, E, E / 4)  # one place each
+    np.testing.assert_array_equal(limited.routing.experts, [[E - 1], [0], [-1], [1]])
+    assert limited.dropped == 1
 
 
 def test_misfits_are_named(case):
