@@ -273,8 +273,11 @@ def local_map(f: Callable, args: Sequence[Array | None], names: Sequence[Names |
     def spec(names: Names) -> P:
         return P(*(axes.get(name, ()) or None for name in names))
 
+    specs, parts = [spec(names[i]) for i in given], [args[i] for i in given]
+    if _is_explicit(mesh):  # where the caller's arrays lie is part of their types, and no reason to refuse them
+        parts = [_place(mesh, x, at) for x, at in zip(parts, specs, strict=True)]
     out = jax.tree.map(spec, out_names, is_leaf=_is_names)
-    return jax.shard_map(body, in_specs=tuple(spec(names[i]) for i in given), out_specs=out, check_vma=False)(*(args[i] for i in given))
+    return jax.shard_map(body, in_specs=tuple(specs), out_specs=out, check_vma=False)(*parts)
 
 
 def padded(name: str, size: int) -> int:

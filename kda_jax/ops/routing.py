@@ -7,16 +7,16 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Integer
 
 from kda_jax.ops.spec import need_floats
-from kda_jax.sharding import Shards, local_map
+from kda_jax.sharding import Shards, constrain, local_map
 
 
 class Routing(NamedTuple):
     """experts [..., k] and weights [..., k]: where each token goes, and how much each answer counts."""
 
-    experts: Int[Array, "*tokens k"]
+    experts: Integer[Array, "*tokens k"]
     """Chosen experts of each token, best biased score first; int32."""
     weights: Float[Array, "*tokens k"]
     """Combine weights, float32."""
@@ -62,7 +62,7 @@ def route(
         [[0, 1]]
     """
     _check(logits, bias, top_k, activation, num_groups, top_groups)
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    logits = constrain(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)), *token_names(logits))
     scores = jax.nn.sigmoid(logits) if activation == "sigmoid" else jax.nn.softmax(logits, axis=-1)
     selection = jax.lax.stop_gradient(scores if bias is None else scores + bias)
 
@@ -109,10 +109,11 @@ def _keep_groups(selection: Array, num_groups: int, top_groups: int) -> Array:
     return jnp.where(keep[..., None], grouped, -jnp.inf).reshape(selection.shape)
 
 
-def expert_counts(experts: Int[Array, "*tokens k"], num_experts: int) -> Int[Array, "E"]:
+def expert_counts(experts: Integer[Array, "*tokens k"], num_experts: int) -> Int[Array, "E"]:
     """Number of tokens each expert received, over all devices. Numbers outside 0 .. E-1, as padding has, are not counted."""
 
     def local(shards: Shards, experts: Array) -> Array:
+        experts = experts.astype(jnp.int32)  # num_experts fits
         inside = jnp.where((experts >= 0) & (experts < num_experts), experts, num_experts)
         return shards.sum(jnp.zeros(num_experts, jnp.int32).at[inside].add(1, mode="drop"), "batch", "time")
 
@@ -141,7 +142,7 @@ def limit(routing: Routing, num_experts: int, capacity_factor: float) -> Limited
     """
 
     def local(shards: Shards, experts: Array) -> tuple[Array, Array]:
-        chosen = experts.reshape(-1)
+        chosen = experts.reshape(-1).astype(jnp.int32)  # num_experts and -1 fit
         real = (chosen >= 0) & (chosen < num_experts)
         chosen = jnp.where(real, chosen, num_experts)
         order = jnp.argsort(chosen, stable=True)

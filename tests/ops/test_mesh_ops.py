@@ -74,6 +74,29 @@ def test_short_conv_over_time_and_channels(tokens):
     assert_same(on_mesh(MeshConfig(context=4, tensor=2), f, x, weight, history), jax.jit(f)(x, weight, history))
 
 
+@pytest.mark.parametrize("place", [(), ("tensor",)], ids=str)
+def test_arrays_that_lie_anywhere_on_an_explicit_mesh(place):
+    """Their shardings are part of their types; what is not where an op wants it moves: the values and gradients of one device."""
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal((4, 8, 2, 4)) / 2, jnp.float32) for _ in range(3))
+    shapes = (4, 8, 6), (4, 6, 8), (4, 6, 8), (4, 8, 6)
+    x, w1, w3, w2 = (jnp.asarray(rng.standard_normal(shape) / 2, jnp.float32) for shape in shapes)
+
+    def both(q, k, v, x, w1, w3, w2):
+        routing = route(x[..., :4], top_k=2, renormalize=True, scaling_factor=1.0)
+        return ops.delta_rule(q, k, v, jnp.full(q.shape[:3], 0.5)).o, experts(x, routing, w1, w3, w2), expert_counts(routing.experts, 4)
+
+    def loss(*args):
+        return sum(jnp.sum(jnp.sin(out)) for out in both(*args)[:2])
+
+    args = q, k, v, x, w1, w3, w2
+    f = jax.jit(lambda *args: (both(*args), jax.grad(loss, range(7))(*args)))
+    mesh = make_mesh(MeshConfig(fsdp=2, tensor=2, context=2, axis_type="explicit"))
+    wanted = f(*args)
+    with jax.set_mesh(mesh):
+        assert_same(f(*(jax.device_put(a, jax.NamedSharding(mesh, jax.P(*place))) for a in args)), wanted)
+
+
 def test_tokens_stay_with_their_rows():
     """What is done for each token by itself, on a mesh that splits rows, sends sums of gradients but no token."""
     mesh, names = make_mesh(MeshConfig(fsdp=8)), ("batch", None, None)
