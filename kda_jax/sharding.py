@@ -57,7 +57,7 @@ ACTIVATIONS: dict[str, tuple[str, ...]] = {
     "vocab": ("tensor",),
     "experts": ("expert",),
     "stored": ("fsdp", "context"),
-    "matrices": ("expert", "fsdp", "context", "tensor", "data"),
+    "matrices": ("fsdp", "expert", "context", "tensor", "data"),  # as "embed" is stored: matrices come and go in all-to-alls
 }
 
 
@@ -293,14 +293,14 @@ def parts(name: str, size: int) -> int:
     return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in _divide(mesh.shape, size, _rule(ACTIVATIONS, name)))
 
 
-def evened(name: str, size: int, beside: str) -> int:
-    """The size, up to twice as many, that an axis must be padded to for the devices that `beside` leaves it to have the fewest each."""
+def evened(name: str, size: int, beside: tuple[str, int]) -> int:
+    """The size, up to twice as many, that an axis must be padded to for the devices that another axis, of name and size `beside`, leaves it
+    to have the fewest each."""
     mesh = ambient()
     if mesh is None:
         return size
-    each = lambda n: (
-        n // math.prod(mesh.shape[axis] for axis in _divide(mesh.shape, n, _rule(ACTIVATIONS, name), _rule(ACTIVATIONS, beside)))
-    )
+    used = _divide(mesh.shape, beside[1], _rule(ACTIVATIONS, beside[0]))
+    each = lambda n: n // math.prod(mesh.shape[axis] for axis in _divide(mesh.shape, n, _rule(ACTIVATIONS, name), used))
     return min(range(size, 2 * size), key=lambda n: (each(n), n))
 
 

@@ -77,6 +77,14 @@ def test_constrain():
                 constrain(x, "batch", "time", "head")
 
 
+def test_evened_for_the_devices_that_are_left():
+    """Three experts of each of four owners become four for two devices; six that no owner has a part of become eight for all eight."""
+    assert sharding.evened("matrices", 6, beside=("experts", 1)) == 6
+    with jax.set_mesh(make_mesh(MeshConfig(fsdp=2, expert=4))):
+        assert sharding.evened("matrices", 3, beside=("experts", 4)) == 4
+        assert sharding.evened("matrices", 6, beside=("experts", 1)) == 8
+
+
 def test_sentences():
     with pytest.raises(UserError, match=r"mesh.data 1 x mesh.fsdp 3 .* makes 3 devices, and there are 8"):
         make_mesh(MeshConfig(fsdp=3))

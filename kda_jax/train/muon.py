@@ -86,7 +86,7 @@ def _spread(f: Callable[[Array], Array], x: Float[Array, "n rows C"], names: sha
     their number does not divide, matrices of zeros make it up, so that no device works on many for want of a few."""
     owners = sharding.parts("experts", len(x))
     own = len(x) // owners
-    even = sharding.evened("matrices", own, beside="experts")
+    even = sharding.evened("matrices", own, beside=("experts", owners))
     apart = lambda x: sharding.constrain(x, "experts", "matrices", None, None)  # before and after: what lies between follows both
     x = jnp.pad(x.reshape(owners, own, *x.shape[1:]), ((0, 0), (0, even - own), (0, 0), (0, 0)))
     return sharding.store(apart(f(apart(x)))[:, :own].reshape(-1, *x.shape[2:]), names)

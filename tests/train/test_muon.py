@@ -137,7 +137,7 @@ def test_updates_on_a_mesh():
     assert len(specs) == 3
 
 
-@pytest.mark.parametrize(("experts", "moved"), [(8, 8), (6, 8), (10, 16)])
+@pytest.mark.parametrize(("experts", "moved"), [(8, 8), (6, 8), (10, 16), (5, 8)])
 def test_experts_travel_twice(experts, moved):
     """To the devices that make them orthogonal and, as updates, back: parameters and momentum stay, and no matrix is split. Six experts are
     three for each of two owners, shared out among four devices as if they were four; five would be eight."""
