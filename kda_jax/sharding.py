@@ -294,14 +294,14 @@ def parts(name: str, size: int) -> int:
 
 
 def evened(name: str, size: int, beside: tuple[str, int]) -> int:
-    """The size, up to twice as many, that an axis must be padded to for the devices that another axis, of name and size `beside`, leaves it
-    to have the fewest each."""
+    """The size, up to three times as many, that an axis must be padded to for the devices that another axis, of name and size `beside`,
+    leaves it to have the fewest each; of those sizes one that most devices share, so that few have copies."""
     mesh = ambient()
     if mesh is None:
         return size
     used = _divide(mesh.shape, beside[1], _rule(ACTIVATIONS, beside[0]))
-    each = lambda n: n // math.prod(mesh.shape[axis] for axis in _divide(mesh.shape, n, _rule(ACTIVATIONS, name), used))
-    return min(range(size, 2 * size), key=lambda n: (each(n), n))
+    parts = lambda n: math.prod(mesh.shape[axis] for axis in _divide(mesh.shape, n, _rule(ACTIVATIONS, name), used))
+    return min(range(size, 3 * size + 1), key=lambda n: (n // parts(n), -parts(n), n))
 
 
 def automatic(f: Callable, out: Any) -> Callable:

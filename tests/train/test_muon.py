@@ -137,10 +137,19 @@ def test_updates_on_a_mesh():
     assert len(specs) == 3
 
 
-@pytest.mark.parametrize(("experts", "moved"), [(8, 8), (6, 8), (10, 16), (5, 8)])
-def test_experts_travel_twice(experts, moved):
-    """To the devices that make them orthogonal and, as updates, back: parameters and momentum stay, and no matrix is split. Six experts are
-    three for each of two owners, shared out among four devices as if they were four; five would be eight."""
+@pytest.mark.parametrize(
+    ("experts", "mesh", "moved"),
+    [
+        (8, MeshConfig(fsdp=4, expert=2), 8),
+        (6, MeshConfig(fsdp=4, expert=2), 8),  # three for each of two owners, shared out among four devices as if they were four
+        (10, MeshConfig(fsdp=4, expert=2), 16),
+        (5, MeshConfig(fsdp=4, expert=2), 8),
+        (6, MeshConfig(fsdp=2, context=2, expert=2), 8),
+        (3, MeshConfig(fsdp=4, context=2), 8),  # four would do, but each twice
+    ],
+)
+def test_experts_travel_twice(experts, mesh, moved):
+    """To the devices that make them orthogonal and, as updates, back: parameters and momentum stay, and no matrix is split."""
     muon = scale_by_muon(
         momentum=0.95,
         update_rms=0.2,
@@ -149,7 +158,7 @@ def test_experts_travel_twice(experts, moved):
         compute_dtype="float32",
         moment_dtype="float32",
     )
-    mesh, shape = make_mesh(MeshConfig(fsdp=4, expert=2)), (2, experts, 64, 32)
+    mesh, shape = make_mesh(mesh), (2, experts, 64, 32)
     placed = parameter_sharding(mesh, ("experts", "embed", "mlp"), shape)
     params = {"periods": {"w1": jax.ShapeDtypeStruct(shape, jnp.float32, sharding=placed)}}
 
