@@ -3,9 +3,9 @@
     kda-jax plan --config configs/kimi_k3.py --topology v5p:8x16x16 --program train
     kda-jax train --config configs/kimi_k3.py --run-dir /mnt/runs/k3 --distributed
 
-On this slice the plan does not fit yet: 99.84 GiB of 95.74, arguments 18.66 and temporaries 81.18. An owner of experts keeps room for twice
-the mean load (choices beyond are dropped and counted); with room for all that could come, fsdp 64 x expert 32 and 2,048 rows have 1.69 TiB
-of temporaries, and fsdp 64 x expert 16 x context 2, whose owners gather 56 experts of a layer and not 28, 102.40 GiB with this capacity.
+It takes 54.3 GiB of each chip's 95; on half of the slice, `--topology v5p:8x8x16 --mesh.fsdp 16 --train.batch-size 512`, 71.8. An owner of
+experts keeps room for twice the mean load (choices beyond are dropped and counted); room for all that could come is 16 times that, 15 GB
+for each of several buffers.
 
 Peak rate, batch and number of tokens are not published: those here are ours. The text is to be put in `data.source`.
 """
