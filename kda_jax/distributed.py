@@ -45,8 +45,12 @@ class Rendezvous:
         given = [x is not None for x in (self.coordinator, self.num_processes, self.process_id)]
         if any(given) and not all(given):
             raise UserError("--coordinator, --num-processes and --process-id belong together: give all three, or none where JAX finds them")
-        if self.coordinator is not None and not self.coordinator.rpartition(":")[2].isdecimal():
-            raise UserError(f"--coordinator must be HOST:PORT, got {self.coordinator!r}")
+        if self.coordinator is not None:
+            host, _, port = self.coordinator.rpartition(":")
+            if not (host and port.isdecimal() and 0 < int(port) < 65536):
+                raise UserError(f"--coordinator must be HOST:PORT, the port in 1..65535, got {self.coordinator!r}")
+        if self.num_processes is not None and self.num_processes < 1:
+            raise UserError(f"--num-processes must be at least 1, got {self.num_processes}")
         if self.process_id is not None and not 0 <= self.process_id < self.num_processes:
             raise UserError(f"--process-id must be in 0..{self.num_processes - 1}, one less than --num-processes, got {self.process_id}")
 

@@ -188,12 +188,14 @@ def plot(config: ModelConfig, path: Path, *, batch: int, dtype: Any) -> None:
 
 
 def mesh_of(text: str) -> sharding.MeshConfig:
-    """ "fsdp=8,tensor=2" as a MeshConfig. Raises ValueError for an unknown axis or a size that is no number."""
+    """ "fsdp=8,tensor=2" as a MeshConfig. Raises ValueError for an unknown axis, one given twice or a size that is no number."""
     known = {field.name for field in dataclasses.fields(sharding.MeshConfig)} - {"axis_type"}
     sizes = {}
     for part in filter(None, text.split(",")):
         axis, equals, size = part.partition("=")
         if axis not in known or not equals or not size.isdecimal():
             raise ValueError(f"{part!r} is not AXIS=SIZE with an axis of {', '.join(sharding.AXES)}")
+        if axis in sizes:
+            raise ValueError(f"{text!r} has {axis} twice")
         sizes[axis] = int(size)
     return sharding.MeshConfig(**sizes)

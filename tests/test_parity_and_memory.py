@@ -149,6 +149,8 @@ def test_a_mesh_divides():
     assert mesh_of("fsdp=8,tensor=2") == MeshConfig(fsdp=8, tensor=2)
     with pytest.raises(ValueError, match="'fsd=8' is not AXIS=SIZE with an axis of data, fsdp, expert, tensor, context"):
         mesh_of("fsd=8")
+    with pytest.raises(ValueError, match="'fsdp=8,tensor=2,fsdp=4' has fsdp twice"):
+        mesh_of("fsdp=8,tensor=2,fsdp=4")
 
 
 def test_memory_command(tmp_path, capsys):

@@ -136,7 +136,8 @@ def test_one_alone_does_not_wait_for_ever(tmp_path):
     ("arguments", "sentence"),
     [
         (("localhost:1234",), "--coordinator, --num-processes and --process-id belong together"),
-        (("localhost", 2, 0), "--coordinator must be HOST:PORT, got 'localhost'"),
+        *[((at, 2, 0), f"--coordinator must be HOST:PORT, .* got '{at}'") for at in ("localhost", ":1234", "host:0", "host:65536")],
+        (("localhost:1234", 0, 0), "--num-processes must be at least 1, got 0"),
         (("localhost:1234", 2, 2), r"--process-id must be in 0\.\.1"),
     ],
 )
