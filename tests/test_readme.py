@@ -55,6 +55,16 @@ def test_runbook_options_exist(arguments, monkeypatch):
     assert config.mesh.size >= 64
 
 
+@pytest.mark.parametrize("row", re.findall(r"^\| `(\w+\.py --topology [^`]*)`", README, re.M))
+def test_plans_of_the_table_name_meshes_of_their_slices(row, monkeypatch):
+    from kda_jax import cli
+    from kda_jax.bench.slices import find
+
+    monkeypatch.chdir(ROOT)
+    options, config = cli.read_run("plan", cli.PlanOptions, ["--config", *shlex.split(f"configs/{row}")])
+    assert config.mesh.size == find(options.topology).devices
+
+
 def test_make_targets():
     named = set(re.findall(r"make ([a-z-]+)", README + (ROOT / "CONTRIBUTING.md").read_text()))
     assert {"demo", "test"} <= named
