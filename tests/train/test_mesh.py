@@ -81,8 +81,8 @@ def test_losses_of_one_device_on_every_mesh(mesh):
 
 @pytest.mark.slow
 def test_parameters_travel_and_tokens_do_not():
-    """The gradient of two layers over many tokens: but for the experts' exchange, every parameter is gathered in bfloat16 for the forward and
-    once more for its recomputation (kept in between, it would be whole on every device), and its gradient summed once. 30 s."""
+    """The gradient of two layers over many tokens: but for the experts' exchange, parameters are gathered in bfloat16 for the forward and
+    again for its recomputation (kept in between, they would be whole on every device), and their gradients summed once. 30 s."""
     linear = dataclasses.replace(MODEL.linear_attn_config, kda_layers=(1,), full_attn_layers=(2,))
     config = dataclasses.replace(MODEL, num_hidden_layers=2, linear_attn_config=linear, first_k_dense_replace=0, remat="full")
     model, mesh = shapes(config), make_mesh(MeshConfig(fsdp=4, expert=2))
