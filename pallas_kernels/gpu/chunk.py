@@ -10,18 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.gpu.plan import (
-    Plan,
-    Terms,
-    dot,
-    log2_decay,
-    once,
-    pairs_of_level,
-    square,
-    store,
-    terms,
-    whole,
-)
+from pallas_kernels.gpu.plan import Plan, Terms, dot, log2_decay, once, pairs_of_level, square, store, terms, whole
 
 
 def decays(plan: Plan, spans, g: Terms) -> tuple[jax.Array, jax.Array]:

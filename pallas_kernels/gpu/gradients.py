@@ -11,18 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.gpu.chunk import decays, level_factor
-from pallas_kernels.gpu.plan import (
-    Plan,
-    dot,
-    load,
-    log2_decay,
-    once,
-    pairs_of_level,
-    square,
-    store,
-    terms,
-    whole,
-)
+from pallas_kernels.gpu.plan import Plan, dot, load, log2_decay, once, pairs_of_level, square, store, terms, whole
 
 
 def values_kernel(plan: Plan, block: int, v, do, beta, k_in, solve, states, dr, dv, y, dqk, da, dbeta):
