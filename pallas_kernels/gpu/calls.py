@@ -27,8 +27,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.gpu.chunk import chunk_kernel, decay_kernel
-from pallas_kernels.gpu.gradients import channels_kernel, values_kernel
-from pallas_kernels.gpu.plan import Plan, spans
+from pallas_kernels.gpu.gradients import channels_kernel, edges_kernel, values_kernel
+from pallas_kernels.gpu.plan import Plan, masks
 from pallas_kernels.gpu.walk import backward_walk, forward_walk
 
 Operand = tuple  # an array, or the shape and dtype of a result; and its BlockSpec
@@ -57,6 +57,11 @@ def edge(plan: Plan, x, *, parts: int = 1) -> Operand:
     return x, pl.BlockSpec((x.shape[0], None, None, x.shape[3] // parts, x.shape[4]), index)
 
 
+def total_decay(x, *, parts: int = 1) -> Operand:
+    """A chunk's [K / parts] of [B HV, N, K]."""
+    return x, pl.BlockSpec((None, None, x.shape[-1] // parts), lambda i, n: (i // parts, n, i % parts))
+
+
 def walked_token(plan: Plan, x, block: int | None = None) -> Operand:
     """All tokens of a head of [B, T, HV, V], a block of columns by the grid's second axis; of [B, T, HV]: [T]."""
     head = lambda i: (i // plan.HV, i % plan.HV)
@@ -74,8 +79,8 @@ def walked(x, *, axis: int, block: int | None = None) -> Operand:
 
 
 def constant(plan: Plan) -> Operand:
-    """All of `spans`, for every program."""
-    x = jnp.asarray(spans(plan), jnp.bfloat16)
+    """All of `masks`, for every program."""
+    x = jnp.asarray(masks(plan), jnp.bfloat16)
     return x, pl.BlockSpec(x.shape, lambda *_: (0, 0, 0))
 
 
@@ -109,7 +114,7 @@ def prepare(plan: Plan, q, k, g, beta=None) -> tuple[list[jax.Array], list[jax.A
     heads, N, C, K = B * plan.HV, T // plan.C, plan.C, plan.K
     moved = row(plan, like(plan.terms, heads, T, K, dtype=jnp.bfloat16))
     products = row(plan, like(plan.terms, heads, T, C, dtype=jnp.bfloat16))
-    total = like(heads, N, K), pl.BlockSpec((None, None, K), lambda i, n: (i, n, 0))
+    total = total_decay(like(heads, N, K))
     ins = [constant(plan), token(plan, q, group=plan.group), token(plan, k, group=plan.group), token(plan, g)]
     outs = [moved, moved, moved, total]
     if beta is None:
@@ -149,7 +154,8 @@ def backward(plan: Plan, q, k, v, g, beta, states, qk, inverse, do, dfinal) -> t
     prepared, _ = prepare(plan, q, k, g)
     dr, dends, dstate = states_backward(plan, prepared, (qk, inverse), beta, states, do, dfinal.reshape(heads, K, plan.V))
     dv, y, dqk, da, dbeta = values_backward(plan, prepared[1], v, beta, states, inverse, do, dr)
-    dq, dk, dg, dbeta_kk = channels_backward(plan, q, k, g, beta, do, y, dr, states, dends, dqk, da)
+    edges = edges_backward(plan, beta, do, y, dr, states, dends)
+    dq, dk, dg, dbeta_kk = channels_backward(plan, q, k, g, beta, edges, dqk, da)
     if plan.group > 1:  # summed over value heads in float32, rounded once
         dq, dk = (x.reshape(B, T, H, plan.group, K).sum(3).astype(q.dtype) for x in (dq, dk))
     dbeta = jnp.swapaxes((dbeta + dbeta_kk.sum(0)).reshape(B, plan.HV, T), 1, 2)
@@ -178,15 +184,26 @@ def values_backward(plan: Plan, k_in, v, beta, states, inverse, do, dr) -> list[
     return call(plan, functools.partial(values_kernel, plan, block), "values", (heads, T // plan.C), ins, outs)
 
 
-def channels_backward(plan: Plan, q, k, g, beta, do, y, dr, states, dends, dqk, da) -> list[jax.Array]:
+def edges_backward(plan: Plan, beta, do, y, dr, states, dends) -> list[jax.Array]:
+    """Gradients of q_in, k_in and k_out [B, T, HV, K], and of the state's decay over each chunk [B HV, N, K]."""
+    heads, N = states.shape[1:3]
+    parts = plan.K // plan.block("edges", plan.K)
+    ins = [token(plan, beta, parts=parts), token(plan, do, parts=parts), row(plan, y, parts=parts), row(plan, dr, parts=parts)]
+    ins += [edge(plan, states, parts=parts), edge(plan, dends, parts=parts)]
+    moved = token(plan, like(*do.shape[:3], plan.K), parts=parts, split=True)
+    total = total_decay(like(heads, N, plan.K), parts=parts)
+    kernel = functools.partial(edges_kernel, plan, min(64, plan.V))
+    return call(plan, kernel, "edges", (heads * parts, N), ins, [moved, moved, moved, total])
+
+
+def channels_backward(plan: Plan, q, k, g, beta, edges, dqk, da) -> list[jax.Array]:
     """dq, dk (of every value head, float32 where they share one), dg; dbeta through kk [parts, B HV, T]."""
-    _, heads, T, _ = dr.shape
+    _, heads, T, _ = dqk.shape
     parts = plan.K // plan.block("channels", plan.K)
     of_query = lambda x: token(plan, x, group=plan.group, parts=parts, split=True)
     of_value = lambda x: token(plan, x, parts=parts, split=True)
-    ins = [constant(plan), of_query(q), of_query(k), of_value(g), token(plan, beta, parts=parts), token(plan, do, parts=parts)]
-    ins += [row(plan, y, parts=parts), row(plan, dr, parts=parts), edge(plan, states, parts=parts), edge(plan, dends, parts=parts)]
-    ins += [row(plan, dqk, parts=parts), row(plan, da, parts=parts)]
+    ins = [constant(plan), of_query(q), of_query(k), of_value(g), token(plan, beta, parts=parts)]
+    ins += [*(of_value(x) for x in edges[:3]), total_decay(edges[3], parts=parts), row(plan, dqk, parts=parts), row(plan, da, parts=parts)]
     low = q.dtype if plan.group == 1 else jnp.float32
     through_kk = like(parts, heads, T), pl.BlockSpec((None, None, plan.C), lambda i, n: (i % parts, i // parts, n))
     outs = [*(of_value(like(*g.shape, dtype=dtype)) for dtype in (low, low, g.dtype)), through_kk]

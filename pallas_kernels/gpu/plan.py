@@ -32,7 +32,8 @@ class Tuning(NamedTuple):
     decay: Launch = Launch(32, 4)
     walk_back: Launch = Launch(64, 4)
     values: Launch = Launch(32, 4)
-    channels: Launch = Launch(64, 4)
+    edges: Launch = Launch(64, 4)
+    channels: Launch = Launch(32, 4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,19 +112,20 @@ def square(plan: Plan) -> tuple[jax.Array, jax.Array]:
     return lax.broadcasted_iota(jnp.int32, (plan.C, plan.C), 0), lax.broadcasted_iota(jnp.int32, (plan.C, plan.C), 1)
 
 
-def pairs_of_level(plan: Plan, level) -> jax.Array:
-    """[C, C] boolean: the smallest power-of-two block that holds tokens i and j has halves of 2**level tokens."""
-    i, j = square(plan)
-    return ((i ^ j) >> level) == 1
-
-
-def spans(plan: Plan) -> np.ndarray:
-    """[levels + 2, C, C] of 0 and 1, whose products with log decays [C, K] sum those of the tokens t that token i decays through.
+def masks(plan: Plan) -> np.ndarray:
+    """[2 levels + 2, C, C] of 0 and 1. The first levels + 2 are spans: their products with log decays [C, K] sum those of the tokens t that
+    token i decays through.
 
     At a level: in a later half of 2**level tokens from its first to i, in an earlier one from the token after i to its last; rows of later
-    and columns of earlier halves so decayed make the products of `pairs_of_level`. Then from the chunk's start to i, it included, and from
-    the token after i to the chunk's end.
+    and columns of earlier halves so decayed make the products of the level's pairs. Then from the chunk's start to i, it included, and from
+    the token after i to the chunk's end. Last, by level, the pairs: the smallest power-of-two block that holds tokens i and j has halves of
+    2**level tokens.
     """
     i, t = np.arange(plan.C)[:, None], np.arange(plan.C)
-    levels = [(i >> n == t >> n) & np.where((i >> n) & 1 == 1, t <= i, t > i) for n in range(plan.levels)]
-    return np.stack([*levels, t <= i, t > i])
+    spans = [(i >> n == t >> n) & np.where((i >> n) & 1 == 1, t <= i, t > i) for n in range(plan.levels)]
+    return np.stack([*spans, t <= i, t > i, *((i ^ t) >> n == 1 for n in range(plan.levels))])
+
+
+def pairs(plan: Plan, masks, level) -> jax.Array:
+    """[C, C] of 0 and 1, bfloat16, to multiply by: loaded for a third of the instructions that comparing indices takes."""
+    return masks[plan.levels + 2 + level]

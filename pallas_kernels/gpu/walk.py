@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.gpu.plan import Plan, dot, load, store, terms
+from pallas_kernels.gpu.plan import Plan, dot, load, once, store, terms
 
 
 def forward_walk(plan: Plan, v, beta, q_in, k_in, k_out, total, qk, solve, initial, o, final, *states):
@@ -40,7 +40,7 @@ def backward_walk(plan: Plan, do, beta, q_in, k_in, k_out, total, qk, solve, dfi
         carried = terms(plan, dstate)
         store(dends, carried, n)
         dout = do[own, :]
-        dy = dot(plan, load(k_out, own), carried, onto=plan.scale * dot(plan, load(qk, own), dout, (0, 0)))
+        dy = dot(plan, load(k_out, own), carried, onto=plan.scale * dot(plan, once(plan, load(qk, own)), dout, (0, 0)))
         found = dot(plan, load(solve, own), dy, (0, 0))
         store(dr, terms(plan, found), own)
         from_outputs = plan.scale * dot(plan, load(q_in, own), dout, (0, 0))
