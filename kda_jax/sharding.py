@@ -380,6 +380,12 @@ def platform() -> str:
     return jax.default_backend() if device is None else device.platform
 
 
+def device_kind() -> str:
+    """Its name there, as "NVIDIA H200"."""
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    return (jax.devices()[0] if device is None else device).device_kind
+
+
 def ambient() -> jax.sharding.AbstractMesh | None:
     """The mesh to place arrays on, if there is one."""
     mesh = jax.sharding.get_abstract_mesh()

@@ -17,7 +17,7 @@ from kda_jax.ops.spec import REGISTRY, Inputs, OpSpec, RecurrenceOutput, need_de
 from kda_jax.sharding import Shards, local_map
 
 IMPLEMENTATIONS = ("scan", "xla", "pallas_tpu", "pallas_gpu")
-GPU_KERNELS_BY_DEFAULT = False  # no GPU has run them yet; True lets `implementation=None` choose them
+HOPPER = ("H100", "H20", "H800")  # in the names of the GPUs that `implementation=None` runs kernels on: H200 and GH200 too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,8 +97,7 @@ def choose(spec: OpSpec, inputs: Inputs, implementation: str | None, chunk_size:
         named = {name: "named by the caller" if name == implementation else "not named by the caller" for name in IMPLEMENTATIONS}
         return Explanation(spec.name, implementation, named | {name: why for name, why in refused.items() if why})
     refused["pallas_tpu"] = refused["pallas_tpu"] or not_on("tpu")
-    untried = None if GPU_KERNELS_BY_DEFAULT else "no GPU has run it yet: it must be named"
-    refused["pallas_gpu"] = refused["pallas_gpu"] or untried or not_on("gpu")
+    refused["pallas_gpu"] = refused["pallas_gpu"] or not_on("gpu") or _untuned()
     chosen = "scan" if T == 1 else next(name for name in ("pallas_tpu", "pallas_gpu", "xla") if not refused.get(name))
     kernel = "one token needs no chunk" if T == 1 else "fused chunkwise kernel"
     reasons = {
@@ -140,6 +139,12 @@ def _refused_by_gpu_kernel(inputs: Inputs, chunk_size: int) -> str | None:
 def _elsewhere(platform: str) -> str | None:
     here = sharding.platform()
     return None if here == platform or (here, platform) == ("cuda", "gpu") else f"this process computes on {here}"
+
+
+def _untuned() -> str | None:
+    """Why a call that names nothing does not take the GPU kernels on this GPU."""
+    kind = sharding.device_kind()
+    return None if any(name in kind for name in HOPPER) else f"measured on Hopper GPUs alone: on this {kind} it must be named"
 
 
 def not_on(platform: str) -> str | None:

@@ -6,23 +6,23 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from extreme_cases import interpreted_gpu
 
 import pallas_kernels.gpu
 from kda_jax import ops
-from kda_jax.ops import dispatch
 from kda_jax.testing import TOLERANCE, assert_close
-from tests.kernels.test_gpu_kda import KERNEL, export, on_an_h200
+from tests.kernels.test_gpu_kda import KERNEL, export, on_a, on_an_h200
 
 
 @pytest.fixture
-def interpreted(monkeypatch):
+def interpreted():
     """The kernels run where there is no GPU."""
-    monkeypatch.setattr(dispatch, "_elsewhere", lambda platform: None)
-    monkeypatch.setattr(pallas_kernels.gpu, "chunk_kda", functools.partial(pallas_kernels.gpu.chunk_kda, interpret=True))
+    with interpreted_gpu():
+        yield
 
 
-def inputs(**sizes):
-    return ops.REGISTRY["kda"].make_inputs(jax.random.key(1), **{"B": 2, "T": 40, "H": 1, "HV": 2, **sizes})
+def inputs(op="kda", **sizes):
+    return ops.REGISTRY[op].make_inputs(jax.random.key(1), **{"B": 2, "T": 40, "H": 1, "HV": 2, **sizes})
 
 
 def test_packed_rows_and_an_initial_state(interpreted):
@@ -56,7 +56,7 @@ def test_lowers_through_the_op():
         return jnp.sum(ops.kda(*arrays, implementation="pallas_gpu").o.astype(jnp.float32))
 
     arrays = inputs(K=32, V=64)
-    assert export(jax.grad(loss), *arrays).count(KERNEL) == 6
+    assert export(jax.grad(loss), *arrays).count(KERNEL) == 7
 
 
 def test_batched_by_vmap(interpreted):
@@ -72,25 +72,35 @@ def test_batched_by_vmap(interpreted):
 def test_lowers_under_vmap():
     rows = [x[:, None] for x in inputs(T=20, K=32)]
     loss = lambda *a: jnp.sum(ops.kda(*a, chunk_size=16, implementation="pallas_gpu").o)
-    assert export(jax.vmap(jax.grad(loss, argnums=(0, 3))), *rows).count(KERNEL) == 6
+    assert export(jax.vmap(jax.grad(loss, argnums=(0, 3))), *rows).count(KERNEL) == 7
 
 
-def test_no_call_takes_them_unnamed():
-    """No GPU has run them: explain says so where nothing else stands in the way."""
+def test_chosen_by_itself_on_a_hopper_gpu(monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
     with on_an_h200():
-        explanation = ops.explain("kda", *inputs())
-    assert explanation.chosen == "xla"
-    assert explanation.reasons["pallas_gpu"] == "no GPU has run it yet: it must be named"
+        assert ops.explain("kda", *inputs()).chosen == "pallas_gpu"
+        assert ops.explain("kda", *inputs(T=1)).chosen == "scan"
+        assert ops.explain("gated_delta_rule", *inputs("gated_delta_rule")).chosen == "xla"
     assert ops.explain("kda", *inputs()).reasons["pallas_gpu"] == "this process computes on cpu"
 
 
-def test_the_switch(monkeypatch):
-    monkeypatch.setattr(dispatch, "GPU_KERNELS_BY_DEFAULT", True)
+def test_by_name_on_other_gpus(monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    with on_a("NVIDIA A100-SXM4-80GB"):
+        explanation = ops.explain("kda", *inputs())
+        assert explanation.chosen == "xla"
+        why = "measured on Hopper GPUs alone: on this NVIDIA A100-SXM4-80GB it must be named"
+        assert explanation.reasons["pallas_gpu"] == why
+        assert ops.explain("kda", *inputs(), implementation="pallas_gpu").chosen == "pallas_gpu"
+
+
+def test_several_gpus_without_a_mesh(monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 2)
     with on_an_h200():
-        monkeypatch.setattr(jax, "device_count", lambda: 1)
-        assert ops.explain("kda", *inputs()).chosen == "pallas_gpu"
-        assert ops.explain("kda", *inputs(T=1)).chosen == "scan"
-    assert ops.explain("kda", *inputs()).chosen == "xla"
+        monkeypatch.setattr("kda_jax.sharding.ambient", lambda: None)
+        explanation = ops.explain("kda", *inputs())
+    assert explanation.chosen == "xla"
+    assert explanation.reasons["pallas_gpu"].startswith("several devices and no mesh")
 
 
 @pytest.mark.parametrize(
