@@ -205,6 +205,23 @@ def floor_ratios(spec: OpSpec, problem: Problem, dtype, *, implementation: str |
 
 
 @contextlib.contextmanager
+def runnable(implementation: str | None):
+    """What is traced inside runs here: a kernel of a device that is not here is interpreted, one of a TPU in buffers full of NaN."""
+    if implementation == "pallas_tpu" and jax.default_backend() != "tpu":
+        from jax.experimental.pallas import tpu as pltpu
+
+        mode = pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(uninitialized_memory="nan", out_of_bounds_reads="raise"))
+    elif implementation == "pallas_gpu" and jax.default_backend() != "gpu":
+        from pallas_kernels.gpu import force_interpret_mode
+
+        mode = force_interpret_mode()
+    else:
+        mode = contextlib.nullcontext()
+    with mode:
+        yield
+
+
+@contextlib.contextmanager
 def x64():
     """float64 inside, whatever the setting outside."""
     before = jax.config.jax_enable_x64

@@ -1,12 +1,10 @@
 """The README's table of measured errors: `python -m kda_jax.bench.table [README.md]` prints it, or writes it into the file."""
 
-import contextlib
 import pathlib
 import sys
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import tpu as pltpu
 
 from kda_jax import ops, testing
 
@@ -14,15 +12,14 @@ BEGIN, END = "<!-- table: ops -->", "<!-- end -->"
 
 
 def rows() -> list[tuple[str, ...]]:
-    """One row per op, kind of decay and implementation; the TPU kernels are interpreted where there is no TPU."""
+    """One row per op, kind of decay and implementation; kernels are interpreted where their device is not."""
     table = []
     for name, spec in ops.REGISTRY.items():
         for decay in spec.decays:
             problem = testing.make_problem(spec, jax.random.key(0), T=130, decay=decay)
             label = f"`{name}`" if len(spec.decays) == 1 else f"`{name}`, decay per {decay}"
-            for implementation in ("scan", "xla", "pallas_tpu"):
-                interpreted = implementation == "pallas_tpu" and jax.default_backend() != "tpu"
-                with pltpu.force_tpu_interpret_mode() if interpreted else contextlib.nullcontext():
+            for implementation in ("scan", "xla", "pallas_tpu", *(("pallas_gpu",) if name == "kda" else ())):
+                with testing.runnable(implementation):
                     found = testing.errors(spec, problem, implementation=implementation)
                     ratios = testing.floor_ratios(spec, problem, jnp.bfloat16, implementation=implementation)
                 output = max(found[n].rms for n in ("o", "final_state"))

@@ -129,11 +129,11 @@ def _refused_by_gpu_kernel(inputs: Inputs, chunk_size: int) -> str | None:
     """Why the GPU kernels cannot take these arguments here; None if they can."""
     if inputs.v.size == 0:
         return "there is nothing to compute"
-    from pallas_kernels.gpu import refusal
+    from pallas_kernels.gpu import interpreting, refusal
 
     if sharding.parts("time", inputs.q.shape[1]) > 1:
         return "the mesh splits time"
-    return refusal(*inputs, chunk_size) or _elsewhere("gpu")
+    return refusal(*inputs, chunk_size) or (None if interpreting() else _elsewhere("gpu"))
 
 
 def _elsewhere(platform: str) -> str | None:

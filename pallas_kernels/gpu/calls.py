@@ -1,22 +1,26 @@
-"""The six kernel calls of a forward and its backward: grids, blocks and what lies between them in memory.
+"""The seven kernel calls of a forward and its backward: grids, blocks and what lies between them in memory.
 
 Arrays [B, T, heads, width] are read in place. What passes from kernel to kernel is [terms, B HV, T, width]: a head's tokens together, and
-each float32 array as the bfloat16 terms that products take: two, the bytes of float32 with nothing left to convert.
+each float32 array as the bfloat16 terms that products take: two, the bytes of float32 with nothing left to convert. The kernel of key
+channels alone takes float32 arrays, to multiply by decays.
 
 Each array counted once, bfloat16, B, T, H = 8, 2048, 16, K = V = 128, chunks of 64 (262,144 token-heads; a forward moves at least 1.5 KB
-of each, both directions 4.4 KB): megabytes, and their time in ms at 4.8 TB/s; GFLOP of the products, every term counted, at 790 TFLOP/s.
+of each, both directions 4.4 KB): megabytes, and their time in ms at 4.8 TB/s; GFLOP of the products, every term counted, at 790 TFLOP/s;
+last, the time of the kernel alone on an H200.
 
-    kernel     grid                          MB     ms    GFLOP    ms   reads -> writes (bytes of a token-head: 256 a term of K or V)
-    chunk      head, chunk                  808   0.17     251   0.32   q k g(512) -> q_in k_in k_out(512 each) qk solve(256 each)
-    walk       head, columns of V           959   0.20     103   0.13   those, v -> o, states(1024)
-    decay      head, chunk                  673   0.14      16   0.02   q k g -> q_in k_in k_out
-    walk_back  head, columns of V          1027   0.21      90   0.11   those, qk solve do -> dr(512), dends(1024)
-    values     head, chunk                 1076   0.22      60   0.08   v do k_in solve states dr -> dv, y(512) dqk da(256 each)
-    channels   head and channels, chunk    1549   0.32     361   0.46   q k g do y dr dqk da states dends -> dq dk dg(512)
-    sum                                    6092   1.27     881   1.12   forward 1767 MB, 0.37 ms
+    kernel     grid                          MB     ms    GFLOP    ms  measured  reads -> writes (bytes of a token-head)
+    chunk      head, chunk                  809   0.17     225   0.28      1.21   q k g(512) -> q_in k_in k_out(512 each) qk solve(256 each)
+    walk       head, columns of V           959   0.20     103   0.13      0.55   those, v -> o, states(1024)
+    decay      head, chunk                  673   0.14      17   0.02      0.28   q k g -> q_in k_in k_out
+    walk_back  head, columns of V           973   0.20      86   0.11      0.59   those, qk solve do -> dr(512), dends(1024)
+    values     head, chunk                 1007   0.21      47   0.06      0.50   v do k_in solve states dr -> dv, y(512) dqk da(256 each)
+    edges      head and channels, chunk    1208   0.25      60   0.08      0.35   do y dr states dends -> dq_in dk_in dk_out(512 each)
+    channels   head and channels, chunk    1074   0.22     266   0.34      1.70   q k g those dqk da -> dq dk dg(512)
+    sum                                    6703   1.40     804   1.02      5.2    forward 1768 MB, 1.7 ms
 
-By the larger of the two of every kernel the floor is 1.5 ms, 0.5 of it forward. Estimated, not measured: 3 to 4 ms, 1.0 to 1.4 of it
-forward, with matrix units 35% busy at two programs of four warps on a multiprocessor (255 registers a thread), and walks waiting for loads.
+By the larger of the two of every kernel the floor is 1.6 ms, 0.5 of it forward. What lies between is latency, by the hardware's counters:
+two programs of four warps fit on a multiprocessor (255 registers a thread), so that loads, barriers and the hand-over of operands to the
+matrix units show. A spill costs most of all: shared memory takes the whole of the first cache.
 """
 
 import functools

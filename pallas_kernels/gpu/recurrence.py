@@ -1,5 +1,7 @@
 """The differentiable recurrence: pads, calls the kernels and ties them together."""
 
+import contextlib
+import contextvars
 import functools
 
 import jax
@@ -12,6 +14,22 @@ from pallas_kernels.gpu.plan import Plan, Tuning
 CHUNKS = (16, 32, 64)
 WIDEST = 128
 MOST_CHUNKS = 65535  # of a grid's second axis
+_interpreted = contextvars.ContextVar("interpreted", default=False)
+
+
+@contextlib.contextmanager
+def force_interpret_mode():
+    """What is traced inside runs in plain jax on any device, as `jax.experimental.pallas.tpu.force_tpu_interpret_mode` does for TPUs."""
+    token = _interpreted.set(True)
+    try:
+        yield
+    finally:
+        _interpreted.reset(token)
+
+
+def interpreting() -> bool:
+    """Whether `force_interpret_mode` is on."""
+    return _interpreted.get()
 
 
 def refusal(q, k, v, g, beta, chunk_size: int) -> str | None:
@@ -41,7 +59,6 @@ def chunk_kda(
     scale: float | None = None,
     chunk_size: int = 64,
     tuning: Tuning | None = None,
-    interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Chunkwise S_t = (I - beta k k^T) Diag(e^g) S_(t-1) + beta k v^T, o_t = scale q^T S_t on a GPU, with gradients.
 
@@ -56,7 +73,6 @@ def chunk_kda(
       scale: multiplies the output; K^-0.5 by default.
       chunk_size: 16, 32 or 64.
       tuning: speed only.
-      interpret: run in plain jax, on any device.
 
     Returns:
       o [B, T, HV, V] in v's type; final_state [B, HV, K, V] float32.
@@ -85,7 +101,7 @@ def chunk_kda(
         group=HV // q.shape[2],
         scale=float(K**-0.5 if scale is None else scale),
         terms=3 if v.dtype == jnp.float32 else 2,
-        interpret=interpret,
+        interpret=interpreting(),
         tuning=tuning or Tuning(),
     )
     tokens = -(-T // chunk_size) * chunk_size

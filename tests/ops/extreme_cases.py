@@ -1,16 +1,9 @@
 """Gates, keys, betas and states at the edge of the contract, as changes to an ordinary problem of any recurrence."""
 
-import contextlib
-import functools
-
 import jax
 import jax.numpy as jnp
-import pytest
-from jax.experimental.pallas import tpu as pltpu
 
-import pallas_kernels.gpu
 from kda_jax import ops
-from kda_jax.ops import dispatch
 from kda_jax.ops.spec import Inputs
 from kda_jax.testing import Problem, make_problem
 
@@ -23,27 +16,6 @@ DELTA = [(name, decay) for name, decay in SPECS if ops.REGISTRY[name].delta]
 def problem_of(name: str, decay: str, *, seed: int = 0, T: int = 66, H: int = 1, HV: int = 2, **sizes) -> Problem:
     """One row, two chunks, grouped value heads, K != V: one shape, so that all cases of an op share a compilation."""
     return make_problem(ops.REGISTRY[name], jax.random.key(seed), B=1, T=T, H=H, HV=HV, decay=decay, **sizes)
-
-
-def interpreted():
-    """TPU kernels run on the CPU inside, in buffers full of NaN."""
-    return pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(uninitialized_memory="nan", out_of_bounds_reads="raise"))
-
-
-@contextlib.contextmanager
-def interpreted_gpu():
-    """GPU kernels run on the CPU inside."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dispatch, "_elsewhere", lambda platform: None)
-        patch.setattr(pallas_kernels.gpu, "chunk_kda", functools.partial(pallas_kernels.gpu.chunk_kda, interpret=True))
-        yield
-
-
-def runnable(implementation: str):
-    """A context in which `implementation` runs here: a kernel interpreted, but for those of a GPU on a GPU."""
-    if implementation == "pallas_gpu" and jax.default_backend() != "gpu":
-        return interpreted_gpu()
-    return interpreted() if implementation == "pallas_tpu" else contextlib.nullcontext()
 
 
 def replace(problem: Problem, **inputs) -> Problem:

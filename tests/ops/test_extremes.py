@@ -3,12 +3,10 @@
 The cases are in extreme_cases.py; test_grid.py crosses all of them with every op.
 """
 
-import contextlib
-
 import jax
 import jax.numpy as jnp
 import pytest
-from extreme_cases import GATES, KEYS, OTHERS, interpreted, problem_of, with_gates, with_keys
+from extreme_cases import GATES, KEYS, OTHERS, problem_of, with_gates, with_keys
 
 from kda_jax import ops, testing
 from kda_jax.testing import TOLERANCE
@@ -19,7 +17,7 @@ T = 66
 
 
 def check(name, problem, implementation):
-    with interpreted() if implementation == "pallas_tpu" else contextlib.nullcontext():
+    with testing.runnable(implementation):
         errors = testing.errors(ops.REGISTRY[name], problem, implementation=implementation)
     for result, error in errors.items():
         assert error.rms <= TOLERANCE["float32"].extreme, f"{name} {implementation} {result}: {error}"

@@ -6,10 +6,9 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from extreme_cases import interpreted_gpu
 
 import pallas_kernels.gpu
-from kda_jax import ops
+from kda_jax import ops, testing
 from kda_jax.testing import TOLERANCE, assert_close
 from tests.kernels.test_gpu_kda import KERNEL, export, on_a, on_an_h200
 
@@ -17,7 +16,7 @@ from tests.kernels.test_gpu_kda import KERNEL, export, on_a, on_an_h200
 @pytest.fixture
 def interpreted():
     """The kernels run where there is no GPU."""
-    with interpreted_gpu():
+    with testing.runnable("pallas_gpu"):
         yield
 
 

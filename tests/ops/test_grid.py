@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from extreme_cases import DELTA, GATED, GATES, KEYS, OTHERS, SPECS, problem_of, runnable, with_gates, with_keys
+from extreme_cases import DELTA, GATED, GATES, KEYS, OTHERS, SPECS, problem_of, with_gates, with_keys
 
 from kda_jax import ops, testing
 from kda_jax.testing import TOLERANCE
@@ -26,7 +26,7 @@ def implemented(specs):
 
 
 def check(name, problem, implementation, chunk_size, limit_of):
-    with runnable(implementation):
+    with testing.runnable(implementation):
         errors = testing.errors(ops.REGISTRY[name], problem, implementation=implementation, chunk_size=chunk_size)
     for result, error in errors.items():
         assert error.rms <= limit_of(result), f"{name} {implementation} {result}: {error} exceeds {limit_of(result):.0e}"
@@ -64,7 +64,7 @@ def test_widths(name, decay, implementation, K, V):
     0.4: float32 products leave 1.2e-6 of it in "xla", 2.1e-6 in the interpreted kernels, which alone get twice the limit there.
     """
     if implementation == "pallas_gpu" and max(K, V) > 128:
-        with runnable(implementation), pytest.raises(NotImplementedError, match="it takes K and V up to 128"):
+        with testing.runnable(implementation), pytest.raises(NotImplementedError, match="it takes K and V up to 128"):
             check_ordinary(name, problem_of(name, decay, K=K, V=V), implementation)
         return
     factor = {"dg": 2} if implementation == "pallas_tpu" and decay == "head" and K * V >= 2**15 else {}

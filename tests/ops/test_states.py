@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from extreme_cases import SPECS, interpreted, problem_of, tokens_of
+from extreme_cases import SPECS, problem_of, tokens_of
 
-from kda_jax import ops
+from kda_jax import ops, testing
 from kda_jax.testing import assert_close
 
 
@@ -89,7 +89,7 @@ def test_tpu_kernel(name, decay):
         total = jnp.sum(out.states * weights) + jnp.sum(out.o * problem.do) + jnp.sum(out.final_state * problem.dstate)
         return total, out
 
-    with interpreted():
+    with testing.runnable("pallas_tpu"):
         found = jax.jit(jax.value_and_grad(lambda p: loss(p, "pallas_tpu"), has_aux=True, allow_int=True))(problem)
         low = jax.jit(lambda p: loss(p, "pallas_tpu")[1])(problem.astype(jnp.bfloat16))
     wanted = jax.jit(jax.value_and_grad(lambda p: loss(p, "xla"), has_aux=True, allow_int=True))(problem)

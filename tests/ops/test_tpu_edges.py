@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from extreme_cases import interpreted
 from test_logits import ordinary
 
 from kda_jax import ops, testing
@@ -33,7 +32,7 @@ def test_float16_and_mixed_dtypes(which, lower_bound):
         n: a.astype(jnp.float16 if "x" in which else jnp.bfloat16) if n in which else a for n, a in arguments("kda_from_logits").items()
     }
     call = lambda implementation: jax.jit(lambda a: ops.kda_from_logits(**a, lower_bound=lower_bound, implementation=implementation).o)
-    with interpreted():
+    with testing.runnable("pallas_tpu"):
         found = call("pallas_tpu")(arrays)
     assert found.dtype == arrays["v"].dtype
     testing.assert_close("o", found, call("xla")({n: a.astype(jnp.float32) for n, a in arrays.items()}), 1e-3 if "v" in which else 2e-3)
@@ -49,7 +48,7 @@ def test_nan_in_padding_reaches_no_gradient(name, implementation):
     poisoned = {n: jnp.where(padding.reshape(2, 20, *(1,) * (a.ndim - 2)), jnp.nan, a) if a.ndim >= 3 else a for n, a in clean.items()}
     keep = lambda o: jnp.where(padding[..., None], 0, o)
     loss = lambda a: jnp.sum(jnp.sin(keep(getattr(ops, name)(**a, segment_ids=ids, implementation=implementation).o)))
-    with interpreted():
+    with testing.runnable("pallas_tpu"):
         gradients = [jax.jit(jax.grad(loss))(a) for a in (poisoned, clean)]
     for n, gradient in gradients[0].items():
         assert bool(jnp.all(jnp.isfinite(gradient))), n
@@ -61,7 +60,7 @@ def test_grouped_heads_without_a_legal_block_are_at_the_floor(name, decay, H, HV
     """Queries and keys are repeated before the kernel; the gradients of the copies are summed in float32."""
     spec = ops.REGISTRY[name]
     problem = testing.make_problem(spec, jax.random.key(0), B=1, T=32, H=H, HV=HV, K=16, V=16, decay=decay)
-    with interpreted():
+    with testing.runnable("pallas_tpu"):
         ratios = testing.floor_ratios(spec, problem, jnp.bfloat16, implementation="pallas_tpu")
     assert max(ratio for _, ratio in ratios.values()) <= testing.FLOOR_RATIO, ratios
 
@@ -107,7 +106,7 @@ def test_nothing_to_decode(sizes, monkeypatch):
 def test_mistakes_are_the_same_sentences_everywhere(change, words, implementation):
     arrays = arguments("kda_from_logits")
     arrays |= {n: f(arrays.get(n)) for n, f in change.items()}
-    with interpreted(), pytest.raises(ValueError, match=words):
+    with testing.runnable("pallas_tpu"), pytest.raises(ValueError, match=words):
         ops.kda_from_logits(**arrays, implementation=implementation)
 
 
