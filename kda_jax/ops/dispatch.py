@@ -151,7 +151,7 @@ def not_on(platform: str) -> str | None:
     """Why a call that names nothing does not take the kernels of a platform."""
     if why := _elsewhere(platform):
         return why
-    if jax.device_count() > 1 and sharding.ambient() is None and not sharding.inside_shard_map():
+    if jax.device_count() > 1 and jax.sharding.get_abstract_mesh().empty:
         return "several devices and no mesh (`jax.set_mesh`): a kernel cannot be partitioned automatically"
     return None
 

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_kernels.gpu
-from kda_jax import ops, testing
+from kda_jax import ops, sharding, testing
+from kda_jax.ops import dispatch
 from kda_jax.testing import TOLERANCE, assert_close
 from tests.kernels.test_gpu_kda import KERNEL, export, on_a, on_an_h200
 
@@ -74,8 +75,7 @@ def test_lowers_under_vmap():
     assert export(jax.vmap(jax.grad(loss, argnums=(0, 3))), *rows).count(KERNEL) == 7
 
 
-def test_chosen_by_itself_on_a_hopper_gpu(monkeypatch):
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
+def test_chosen_by_itself_on_a_hopper_gpu():
     with on_an_h200():
         assert ops.explain("kda", *inputs()).chosen == "pallas_gpu"
         assert ops.explain("kda", *inputs(T=1)).chosen == "scan"
@@ -83,8 +83,7 @@ def test_chosen_by_itself_on_a_hopper_gpu(monkeypatch):
     assert ops.explain("kda", *inputs()).reasons["pallas_gpu"] == "this process computes on cpu"
 
 
-def test_by_name_on_other_gpus(monkeypatch):
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
+def test_by_name_on_other_gpus():
     with on_a("NVIDIA A100-SXM4-80GB"):
         explanation = ops.explain("kda", *inputs())
         assert explanation.chosen == "xla"
@@ -93,13 +92,15 @@ def test_by_name_on_other_gpus(monkeypatch):
         assert ops.explain("kda", *inputs(), implementation="pallas_gpu").chosen == "pallas_gpu"
 
 
-def test_several_gpus_without_a_mesh(monkeypatch):
-    monkeypatch.setattr(jax, "device_count", lambda: 2)
-    with on_an_h200():
-        monkeypatch.setattr("kda_jax.sharding.ambient", lambda: None)
-        explanation = ops.explain("kda", *inputs())
-    assert explanation.chosen == "xla"
-    assert explanation.reasons["pallas_gpu"].startswith("several devices and no mesh")
+@pytest.mark.parametrize(("devices", "chosen"), [(1, "pallas_gpu"), (2, "xla")])
+def test_several_gpus_and_no_mesh(monkeypatch, devices, chosen):
+    """Arrays may be split over them, which a kernel does not see. The mesh of one of two, as in the tests above, says that they are not."""
+    monkeypatch.setattr(dispatch, "_elsewhere", lambda platform: None if platform == "gpu" else "this process computes on gpu")
+    monkeypatch.setattr(sharding, "device_kind", lambda: "NVIDIA H200")
+    monkeypatch.setattr(jax, "device_count", lambda: devices)
+    explanation = ops.explain("kda", *inputs())
+    assert explanation.chosen == chosen
+    assert (chosen == "xla") == explanation.reasons["pallas_gpu"].startswith("several devices and no mesh")
 
 
 @pytest.mark.parametrize(
