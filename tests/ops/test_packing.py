@@ -21,14 +21,20 @@ def test_reading_of_segment_ids():
     assert as_ints(where.start) == [[-1, -1, 2, 2, 2, 2], [-1, -1, 2, 2, 2, 4], [-1, -1, -1, -1, -1, -1]]
 
 
-@pytest.mark.parametrize("implementation", ["scan", "xla"])
-@pytest.mark.parametrize(("spec", "decay"), CASES)
+ROWS = [pytest.param(*case.values, name, id=f"{case.id}-{name}") for case in CASES for name in ("scan", "xla")]
+ROWS += [pytest.param(*case.values, "pallas_tpu", id=f"{case.id}-pallas_tpu", marks=pytest.mark.slow) for case in CASES]
+ROWS.append(pytest.param(ops.REGISTRY["kda"], "channel", "pallas_gpu", id="kda-channel-pallas_gpu"))
+
+
+@pytest.mark.parametrize(("spec", "decay", "implementation"), ROWS)
 def test_packed_row_against_the_oracle(spec, decay, implementation):
     """Documents of 40, 1, 15, 0 and 9 tokens, padding inside, before and behind; all gradients; the state of the last document."""
     ids = [-1] * 2 + [3] * 40 + [4] + [5] * 7 + [-1] * 3 + [5] * 8 + [7] * 9 + [0] * 6
     packed = jnp.array([ids, [1] * 30 + [2] * 46])
     problem = make_problem(spec, jax.random.key(0), T=len(ids), segment_ids=packed, decay=decay)
-    for name, error in testing.errors(spec, problem, implementation=implementation).items():
+    with testing.runnable(implementation):
+        errors = testing.errors(spec, problem, implementation=implementation)
+    for name, error in errors.items():
         limit = TOLERANCE["float32"].output if name in ("o", "final_state") else TOLERANCE["float32"].gradient
         assert error.rms <= limit, f"{name}: {error}"
 
