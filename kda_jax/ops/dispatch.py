@@ -38,7 +38,7 @@ def run(
     spec: OpSpec,
     inputs: Inputs,
     *,
-    scale: float | None,
+    scale,
     initial_state,
     segment_ids,
     chunk_size: int,
@@ -64,7 +64,7 @@ def run(
     elif normalize:
         inputs = inputs._replace(q=l2_norm(inputs.q), k=l2_norm(inputs.k))
     runner = functools.partial(_RUNNERS[chosen], spec, **options)
-    scale = K**-0.5 if scale is None else scale
+    scale = scale_of(spec, K, scale)
 
     def local(shards: Shards, *parts):
         *parts, state = parts
@@ -281,6 +281,17 @@ def _zero_state(inputs: Inputs, dtype):
         return jnp.zeros((B, HV, K, V), dtype)
     k = jnp.repeat(inputs.k[:, 0], HV // H, axis=1)
     return jnp.zeros_like(k[..., None] * inputs.v[:, 0, :, None, :], dtype)
+
+
+def scale_of(spec: OpSpec, K: int, scale) -> float:
+    """The number that outputs are multiplied by.
+
+    Raises:
+        ValueError: it is traced.
+    """
+    if isinstance(scale, jax.core.Tracer):
+        raise ValueError(f"{spec.name}: scale is traced, and kernels are compiled for one: pass a number, multiply o by what is computed")
+    return K**-0.5 if scale is None else float(scale)
 
 
 def _validate(spec, inputs, initial_state, segment_ids, chunk_size, implementation, logits=False):

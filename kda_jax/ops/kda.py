@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kda_jax import sharding
-from kda_jax.ops.dispatch import check_logits, choose, names_of, one_dtype, run, tpu_only, without_padding
+from kda_jax.ops.dispatch import check_logits, choose, names_of, one_dtype, run, scale_of, tpu_only, without_padding
 from kda_jax.ops.gates import kda_gate
 from kda_jax.ops.norms import l2_norm
 from kda_jax.ops.segments import segments
@@ -176,7 +176,7 @@ def _fused(logits: Inputs, gate, scale, initial_state, segment_ids, chunk_size) 
     A_log, dt_bias, lower_bound = gate
     reset = None if segment_ids is None else segments(segment_ids).reset
     logits = one_dtype(without_padding(logits, segment_ids, NO_TOKEN))
-    options = dict(scale=scale, chunk_size=chunk_size, lower_bound=lower_bound)
+    options = dict(scale=scale_of(SPEC, logits.q.shape[-1], scale), chunk_size=chunk_size, lower_bound=lower_bound)
 
     def local(_, *args):
         *args, reset = args

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from kda_jax import sharding
 from kda_jax.ops.chunkwise import chunkwise_states
-from kda_jax.ops.dispatch import _validate, _with_boundaries, _zero_state, choose, find, names_of, one_dtype, run_scan, tpu_only
+from kda_jax.ops.dispatch import _validate, _with_boundaries, _zero_state, choose, find, names_of, one_dtype, run_scan, scale_of, tpu_only
 from kda_jax.ops.spec import Inputs, OpSpec
 
 
@@ -73,9 +73,7 @@ def chunk_states(
         if implementation is not None:
             raise NotImplementedError(f"{spec.name}: implementation {chosen!r} does not apply: {why}")
         chosen = "xla"
-    o, final_state, starts = _RUNNERS[chosen](
-        spec, inputs, scale=K**-0.5 if scale is None else scale, initial_state=state, chunk_size=chunk_size
-    )
+    o, final_state, starts = _RUNNERS[chosen](spec, inputs, scale=scale_of(spec, K, scale), initial_state=state, chunk_size=chunk_size)
     if T % chunk_size == 0:
         starts = jnp.concatenate([starts, final_state[None]])
     return ChunkStates(o.astype(inputs.v.dtype), final_state, jnp.moveaxis(starts, 0, 1))

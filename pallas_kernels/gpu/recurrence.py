@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from pallas_kernels.derivatives import first_only
 from pallas_kernels.gpu.calls import backward, forward
 from pallas_kernels.gpu.plan import Plan, Tuning
 
@@ -131,7 +132,7 @@ def core(plan: Plan, q, k, v, g, beta, state) -> tuple[jax.Array, jax.Array]:
 
 
 def core_forward(plan: Plan, q, k, v, g, beta, state):
-    o, final, saved = forward(plan, q, k, v, g, beta, state, save=True)
+    o, final, saved = _forward_saving(plan, q, k, v, g, beta, state)
     o, final = checkpoint_name(o, "chunk_o"), checkpoint_name(final, "chunk_final")
     names = "chunk_states", "chunk_inverse", "chunk_inverse"  # the products come with the inverse: policies know that name
     saved = [checkpoint_name(x, name) for x, name in zip(saved, names, strict=True)]  # all kept, the forward does not run again
@@ -139,7 +140,8 @@ def core_forward(plan: Plan, q, k, v, g, beta, state):
 
 
 def core_backward(plan: Plan, residuals, cotangents):
-    return backward(plan, *residuals, *cotangents)
+    return _backward(plan, *residuals, *cotangents)
 
 
+_forward_saving, _backward = first_only(functools.partial(forward, save=True)), first_only(backward)
 core.defvjp(core_forward, core_backward)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from pallas_kernels.derivatives import first_only
 from pallas_kernels.tpu.backward import backward
 from pallas_kernels.tpu.forward import forward
 from pallas_kernels.tpu.plan import LANES, Plan
@@ -262,7 +263,7 @@ def chunk_core(plan: Plan, inputs: dict[str, jax.Array]) -> tuple[jax.Array, jax
 
 
 def core_forward(plan: Plan, inputs: dict[str, jax.Array]):
-    out = forward(plan, repeated(plan, inputs), ("states", "inverse"))
+    out = _forward_saving(plan, repeated(plan, inputs))
     out = {n: checkpoint_name(x, f"chunk_{n}") for n, x in out.items()}  # with all of them kept, the forward does not run again
     return (out["o"], out["final"]), (inputs, {n: out[n] for n in ("states", "inverse") if n in out})
 
@@ -271,11 +272,12 @@ def core_backward(plan: Plan, saved, cotangents):
     inputs, residuals = saved
     do, dfinal = cotangents
     taken = {n: x for n, x in repeated(plan, inputs).items() if n != "initial"}
-    out = backward(plan, {**taken, **residuals, "do": do, "dfinal": dfinal})
+    out = _backward(plan, {**taken, **residuals, "do": do, "dfinal": dfinal})
     gradients = {n: out["d" + n] if "d" + n in out else None for n in inputs}
     if plan.share > 1:
         gradients |= {n: summed(plan, gradients[n], inputs[n]) for n in "qk"}
     return (gradients | {n: gradients[n].sum(0) for n in ("rate", "bias") if n in inputs},)
 
 
+_forward_saving, _backward = first_only(functools.partial(forward, save=("states", "inverse"))), first_only(backward)
 chunk_core.defvjp(core_forward, core_backward)

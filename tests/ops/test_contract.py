@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kda_jax import ops
+from kda_jax import ops, testing
+from kda_jax.testing import TOLERANCE
 
 
 @pytest.fixture(scope="module")
@@ -210,3 +211,29 @@ def test_values_of_a_constant_are_checked_inside_jit():
     positive = -inputs.g
     with pytest.raises(ValueError, match="log decay"):
         jax.jit(lambda q: loss(q, positive))(inputs.q)
+
+
+@pytest.mark.parametrize("implementation", ["scan", "xla"])
+def test_a_traced_scale_is_a_sentence(implementation):
+    inputs = ops.REGISTRY["kda"].make_inputs(jax.random.key(0), T=4)
+    call = jax.jit(lambda scale: ops.kda(*inputs, scale=scale, implementation=implementation).o)
+    with pytest.raises(ValueError, match="kda: scale is traced, and kernels are compiled for one: pass a number, multiply o by"):
+        call(0.5)
+    of_numpy, of_python = (ops.kda(*inputs, scale=x, implementation=implementation).o for x in (np.float32(0.5), 0.5))
+    np.testing.assert_array_equal(of_numpy, of_python)
+
+
+@pytest.mark.parametrize("implementation", ["pallas_tpu", "pallas_gpu"])
+def test_second_derivatives_of_a_kernel_are_a_sentence(implementation):
+    """Reverse and forward over reverse; of the definition and the chunkwise form they are right."""
+    inputs = ops.REGISTRY["kda"].make_inputs(jax.random.key(0), B=1, T=20, H=1, HV=1, K=8, V=8)
+    loss = lambda q, name: jnp.sum(ops.kda(q, *inputs[1:], chunk_size=16, implementation=name).o ** 2)
+    slope = lambda q, name: jnp.sum(jax.grad(loss)(q, name) ** 2)
+    found, want = (jax.grad(slope)(inputs.q, name) for name in ("xla", "scan"))
+    testing.assert_close("second derivative", found, want, TOLERANCE["float32"].gradient)
+    words = "a kernel has first derivatives only: implementation 'xla' or 'scan' has second ones"
+    with testing.runnable(implementation):
+        with pytest.raises(NotImplementedError, match=words):
+            jax.grad(slope)(inputs.q, implementation)
+        with pytest.raises(NotImplementedError, match=words):
+            jax.jvp(lambda q: jax.grad(loss)(q, implementation), (inputs.q,), (inputs.q,))
