@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 JOBS ?= 2
 EXTRAS ?= test
 
-.PHONY: demo test test-all test-tpu lint notebooks clean
+.PHONY: demo test test-all test-tpu test-gpu lint notebooks clean
 
 # XLA's first optimisation level compiles a quarter faster than its default on a CPU and runs as fast.
 demo: export XLA_FLAGS := --xla_backend_optimization_level=1 $(XLA_FLAGS)
@@ -23,6 +23,13 @@ test-all: $(VENV)/install.stamp
 test-tpu:
 	$(MAKE) VENV=.venv-tpu EXTRAS=test,tpu .venv-tpu/install.stamp
 	.venv-tpu/bin/python -m pytest -q -m "" tests/kernels/test_tpu_budget.py
+
+# The adversarial grid on the GPU of this machine, for which jax[cuda13] must be installed beside this.
+test-gpu: export JAX_PLATFORMS := cuda,cpu
+test-gpu: export XLA_FLAGS := --xla_backend_optimization_level=3
+test-gpu: export XLA_PYTHON_CLIENT_PREALLOCATE := false
+test-gpu:
+	python -m pytest -q -m slow tests/ops/test_grid.py -k pallas_gpu -n 8
 
 lint: $(VENV)/install.stamp
 	$(BIN)/ruff check .

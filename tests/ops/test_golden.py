@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kda_jax import ops
+from kda_jax import ops, testing
 from kda_jax.testing import TOLERANCE, assert_close
 
 CASES = {}
@@ -45,9 +45,17 @@ def compare(f, golden, inputs, outputs):
         assert_close(f"d{name}", x, golden[f"d{name}"], TIGHT.gradient)
 
 
-@pytest.mark.parametrize("implementation", ["scan", "xla"])
-@pytest.mark.parametrize("case", RECURRENCES)
+ROWS = [(case, implementation) for case in RECURRENCES for implementation in ("scan", "xla")]
+ROWS += [pytest.param(case, "pallas_tpu", marks=pytest.mark.slow) for case in RECURRENCES] + [("kda", "pallas_gpu")]
+
+
+@pytest.mark.parametrize(("case", "implementation"), ROWS)
 def test_recurrence(case, implementation):
+    with testing.runnable(implementation):
+        check_recurrence(case, implementation)
+
+
+def check_recurrence(case, implementation):
     op, inputs = RECURRENCES[case]
     if case == "linear_attention_normalized":
         compare(lambda *x: op(*x, implementation=implementation), CASES[case], inputs, ("o", "state", "total"))

@@ -1,8 +1,7 @@
 """The adversarial grid: every op and decay, every implementation, outputs, final state and all gradients against the float64 recurrence.
 
 Slow: the fast tests beside it take samples of it. What it crosses comes from the OpSpecs and from extreme_cases.py. The TPU kernels are
-interpreted, their buffers full of NaN; so are the GPU kernels where there is no GPU. With one:
-`JAX_PLATFORMS=cuda,cpu XLA_FLAGS=--xla_backend_optimization_level=3 pytest -m slow tests/ops/test_grid.py -k pallas_gpu -n 8`.
+interpreted, their buffers full of NaN; so are the GPU kernels where there is no GPU: `make test-gpu` is for one.
 """
 
 import jax
