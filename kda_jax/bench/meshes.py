@@ -72,6 +72,8 @@ def main(options: MeshOptions, config: RunConfig) -> None:
     for name in ("compared_steps", "timed_steps"):
         if getattr(options, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
+    if not options.meshes:
+        raise UserError("--meshes names no mesh: for instance --meshes fsdp=2 expert=2")
     try:
         meshes = {text: mesh_of(text) for text in options.meshes}
     except ValueError as error:

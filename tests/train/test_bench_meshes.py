@@ -51,6 +51,7 @@ def test_losses_that_differ_are_not_timed(config_file):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
+        ([], "--meshes names no mesh: for instance --meshes fsdp=2 expert=2"),
         (["fsdp"], "--meshes: 'fsdp' is not AXIS=SIZE with an axis of data, fsdp, expert, tensor, context"),
         (["fsdp=64"], "--meshes fsdp=64 needs 64 devices and there are"),
         (["fsdp=0"], "mesh.fsdp must be at least 1, got 0"),
